@@ -1,0 +1,111 @@
+"""The one description of a batch: a flat token axis with sequence boundaries, never padding.
+
+A batch of S sequences is one axis of N = sum(lengths) tokens. `starts` holds the S + 1 boundaries (what other projects call
+cu_seqlens); `consumed` says how many tokens of each sequence went through the model before, so that the first row of a sequence is
+not always its first token. Host numbers come first, device tensors follow from them once a batch: no op asks the device for a size.
+
+Suffixes: N packed tokens, S sequences, M chunks, C rows of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkMap:
+    """Sequences cut into chunks of `size` rows; a chunk never crosses a sequence.
+
+    rows_MC int64: token of each row, 0 where there is none. mask_MC bool: which rows hold a token. sequence_M, order_M int64: the
+    chunk's sequence and its place in it. first_S int64: the sequence's first chunk. per_sequence: chunks of each sequence, on the host.
+    """
+
+    size: int
+    rows: Tensor
+    mask: Tensor
+    sequence: Tensor
+    order: Tensor
+    first: Tensor
+    per_sequence: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """Boundaries of the sequences of a batch, on the host and on the device. Make one with `Packing.of`."""
+
+    lengths: tuple[int, ...]
+    consumed: tuple[int, ...]
+    starts: Tensor
+    history: Tensor
+    _chunks: dict[int, ChunkMap] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(
+        cls, lengths: Sequence[int], consumed: Sequence[int] | None = None, device: torch.device | str = "cpu"
+    ) -> Packing:
+        """Describe a batch.
+
+        lengths: tokens of each sequence in this batch; 0 is allowed. consumed: tokens of each sequence that earlier calls have already
+        seen (default none). Raises ValueError for negative numbers or lists of different length.
+        """
+        lengths = tuple(int(n) for n in lengths)
+        consumed = tuple(int(n) for n in consumed) if consumed is not None else (0,) * len(lengths)
+        if len(consumed) != len(lengths):
+            raise ValueError(f"packing: {len(lengths)} lengths but {len(consumed)} consumed counts; give one for each")
+        if any(n < 0 for n in (*lengths, *consumed)):
+            raise ValueError(f"packing: lengths {lengths} and consumed {consumed} must not be negative")
+        starts = torch.from_numpy(np.cumsum((0, *lengths), dtype=np.int32))
+        history = torch.tensor(consumed, dtype=torch.int32)
+        return cls(lengths, consumed, starts.to(device), history.to(device))
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.lengths)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+    @cached_property
+    def longest(self) -> int:
+        return max(self.lengths, default=0)
+
+    @property
+    def device(self) -> torch.device:
+        return self.starts.device
+
+    @cached_property
+    def sequence_of(self) -> Tensor:
+        """int64 [N]: the sequence that each token belongs to."""
+        sequences = np.repeat(np.arange(self.num_sequences), self.lengths)
+        return torch.from_numpy(sequences.astype(np.int64)).to(self.device)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """int64 [N]: the place of each token in its whole sequence, consumed tokens counted."""
+        offsets = [np.arange(before, before + n) for n, before in zip(self.lengths, self.consumed, strict=True)]
+        return torch.from_numpy(np.concatenate([*offsets, np.empty(0)]).astype(np.int64)).to(self.device)
+
+    def chunks(self, size: int) -> ChunkMap:
+        """The chunk map for chunks of `size` rows; built once, then remembered."""
+        if size not in self._chunks:
+            self._chunks[size] = self._cut(size)
+        return self._chunks[size]
+
+    def _cut(self, size: int) -> ChunkMap:
+        per_sequence = tuple(-(-n // size) for n in self.lengths)
+        first = np.cumsum((0, *per_sequence))[:-1].astype(np.int64)
+        sequence = np.repeat(np.arange(self.num_sequences), per_sequence).astype(np.int64)
+        order = np.arange(sum(per_sequence)) - first[sequence]
+        starts, lengths = np.cumsum((0, *self.lengths))[:-1], np.array(self.lengths, dtype=np.int64)
+        inside_MC = order[:, None] * size + np.arange(size)
+        mask_MC = inside_MC < lengths[sequence][:, None]
+        rows_MC = np.where(mask_MC, starts[sequence][:, None] + inside_MC, 0)
+        tensors = [torch.from_numpy(a).to(self.device) for a in (rows_MC, mask_MC, sequence, order, first)]
+        return ChunkMap(size, *tensors, per_sequence)
