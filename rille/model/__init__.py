@@ -1,0 +1,1 @@
+"""What K3 is, on one device."""
