@@ -1,0 +1,1 @@
+"""Tensor functions, one folder each: a literal reference, a blocked form in plain PyTorch, kernels, a derivation."""

@@ -1,0 +1,47 @@
+"""Attention of gated MLA: expanded for training and prefill, absorbed over the latent cache for decoding."""
+
+from torch import Tensor
+
+from rille.ops.mla import latent, packed
+from rille.ops.mla.cache import LatentCache
+from rille.packing import Packing
+
+__all__ = ["LatentCache", "attention", "latent_attention"]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
+    """Causal softmax attention inside each sequence of a batch without history.
+
+    q, k [N, H, K], v [N, H, V] of one dtype; result [N, H, V] in fp32 (float64 for float64): the output gate reads it
+    unrounded (technical report section 2.1.2). scale multiplies <q, k>; K3: (128 + 64)^-0.5. Differentiable.
+
+    Raises ValueError when the batch has consumed tokens (their keys are not here), or shapes and dtypes do not agree.
+    """
+    if any(packing.consumed):
+        raise ValueError(f"attention: sequences with history {packing.consumed}; use latent_attention with their cache")
+    fits = q.shape == k.shape and q.shape[:2] == v.shape[:2] and q.dtype == k.dtype == v.dtype
+    if not fits or q.shape[0] != packing.num_tokens:
+        raise ValueError(
+            f"attention: q {tuple(q.shape)} {q.dtype}, k {tuple(k.shape)} {k.dtype}, v {tuple(v.shape)} {v.dtype} "
+            f"for {packing.num_tokens} tokens; want [N, H, K], [N, H, K], [N, H, V]"
+        )
+    return packed.attention(q, k, v, packing, scale)
+
+
+def latent_attention(q: Tensor, cache: LatentCache, packing: Packing, scale: float, value_width: int) -> Tensor:
+    """Attention of absorbed queries over cached rows: a row is the key, its first `value_width` columns the value.
+
+    q [N, H, R]; the cache already holds this batch's rows (`LatentCache.write` first). A token at position p of its
+    sequence (history + offset) sees rows 0..p. Result [N, H, value_width] in fp32 (float64 for float64). Not
+    differentiable in the pool through `write`.
+
+    Raises ValueError when R, the token count or value_width do not fit, or a sequence is longer than its pages.
+    """
+    cache.check(packing)
+    width = cache.pool.shape[-1]
+    if q.shape[0] != packing.num_tokens or q.shape[-1] != width or not 0 < value_width <= width:
+        raise ValueError(
+            f"latent_attention: q {tuple(q.shape)}, rows of width {width}, value_width {value_width} "
+            f"for {packing.num_tokens} tokens"
+        )
+    return latent.latent_attention(q, cache, packing, scale, value_width)

@@ -1,0 +1,110 @@
+"""The expert product with the tokens grouped by expert: one matrix product an expert instead of one a token.
+
+    order   = stable sort of the N*A (token, choice) pairs by expert       rows of one expert become neighbours
+    h       = act(x[order] W1_e', x[order] W3_e')                          one product over each expert's rows
+    y       = h W2_e'
+    out_n   = sum over a of weight[n, a] * y[place of (n, a)]              a gather, in the fixed order of the choices
+
+Nothing is scattered with addition, forward or backward: the gradient of x, too, is gathered back to [N, A, L] and
+summed over A. So results repeat bit for bit.
+
+Axes: N tokens, E experts, A active experts a token, L latent, F expert width, M = N*A sorted pairs, G = 2F gate and up
+rows; in one product I inputs and O outputs.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def expert_glu(
+    x_NL: Tensor,
+    ids_NA: Tensor,
+    weights_NA: Tensor,
+    w13_EGL: Tensor,
+    w2_ELF: Tensor,
+    activation: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    wide = torch.promote_types(x_NL.dtype, torch.float32)
+    rows = torch.bincount(ids_NA.reshape(-1), minlength=w13_EGL.shape[0]).tolist()
+    order_M = torch.argsort(ids_NA.reshape(-1), stable=True)
+    place_NA = torch.empty_like(order_M).scatter_(0, order_M, torch.arange(len(order_M), device=order_M.device))
+    place_NA = place_NA.view(ids_NA.shape)
+    x_ML = _Dispatch.apply(x_NL, order_M, place_NA)
+    gate_MF, up_MF = _GroupedLinear.apply(x_ML, w13_EGL, rows).chunk(2, dim=1)
+    y_ML = _GroupedLinear.apply(activation(gate_MF, up_MF), w2_ELF, rows)
+    y_NAL = _Return.apply(y_ML, order_M, place_NA).to(wide)
+    return (weights_NA.to(wide).unsqueeze(-1) * y_NAL).sum(1)
+
+
+class _Dispatch(torch.autograd.Function):
+    """x[N, L] -> the row of each sorted pair [M, L]; its gradient is gathered, not scattered."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NL: Tensor, order_M: Tensor, place_NA: Tensor) -> Tensor:
+        ctx.save_for_backward(place_NA)
+        return x_NL.index_select(0, order_M // place_NA.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        (grad_ML,) = grad_outputs
+        (place_NA,) = ctx.saved_tensors
+        return _gather_pairs(grad_ML, place_NA).sum(1), None, None
+
+
+class _Return(torch.autograd.Function):
+    """Rows of the sorted pairs [M, L] -> their places [N, A, L]; the inverse permutation is the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, y_ML: Tensor, order_M: Tensor, place_NA: Tensor) -> Tensor:
+        ctx.save_for_backward(order_M)
+        return _gather_pairs(y_ML, place_NA)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        (grad_NAL,) = grad_outputs
+        (order_M,) = ctx.saved_tensors
+        return grad_NAL.flatten(0, 1).index_select(0, order_M), None, None
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """x[M, I] -> x W_e' [M, O], where expert e owns the next rows[e] rows of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x_MI: Tensor, weight_EOI: Tensor, rows: list[int]) -> Tensor:
+        ctx.save_for_backward(x_MI, weight_EOI)
+        ctx.rows = rows
+        y_MO = x_MI.new_empty(x_MI.shape[0], weight_EOI.shape[1])
+        for expert, span in _spans(rows):
+            torch.mm(x_MI[span], weight_EOI[expert].T, out=y_MO[span])
+        return y_MO
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (grad_MO,) = grad_outputs
+        x_MI, weight_EOI = ctx.saved_tensors
+        wants_x, wants_weight, _ = ctx.needs_input_grad
+        grad_x_MI = torch.empty_like(x_MI) if wants_x else None
+        grad_weight_EOI = torch.zeros_like(weight_EOI) if wants_weight else None
+        for expert, span in _spans(ctx.rows):
+            if grad_x_MI is not None:
+                torch.mm(grad_MO[span], weight_EOI[expert], out=grad_x_MI[span])
+            if grad_weight_EOI is not None:
+                torch.mm(grad_MO[span].T, x_MI[span], out=grad_weight_EOI[expert])
+        return grad_x_MI, grad_weight_EOI, None
+
+
+def _gather_pairs(rows_ML: Tensor, place_NA: Tensor) -> Tensor:
+    return rows_ML.index_select(0, place_NA.reshape(-1)).view(*place_NA.shape, rows_ML.shape[1])
+
+
+def _spans(rows: list[int]) -> list[tuple[int, slice]]:
+    """(expert, its slice of the sorted pairs) of every expert that has any."""
+    spans, start = [], 0
+    for expert, count in enumerate(rows):
+        if count:
+            spans.append((expert, slice(start, start + count)))
+        start += count
+    return spans
