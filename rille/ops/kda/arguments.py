@@ -1,0 +1,109 @@
+"""What `kda` is called with: the gate's parameters, the pool of states, and the checks on their shapes.
+
+Suffixes: N packed tokens, S sequences, H heads, K key channels, V value channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rille.packing import Packing
+
+
+@dataclass(frozen=True, eq=False)
+class Gate:
+    """Parameters of the decay (report section 2.1.1). With x = z + dt_bias, the log-decay of a channel and token is
+
+        g = lower_bound * sigmoid(exp(A_log) * x)      lower_bound < 0 (K3: -5), so g in (lower_bound, 0)
+        g = -exp(A_log) * softplus(x)                  lower_bound None (Kimi Linear), so g in (-inf, 0)
+
+    A_log fp32 [>= H]: one for each head; entries after the first H are padding of the checkpoint and never read.
+    dt_bias fp32 [H, K]: one for each channel.
+    """
+
+    A_log: Tensor
+    dt_bias: Tensor
+    lower_bound: float | None
+
+    def __post_init__(self) -> None:
+        if self.lower_bound is not None and not self.lower_bound < 0:
+            raise ValueError(
+                f"kda gate: lower_bound {self.lower_bound} must be negative, or None for the softplus gate"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class PooledState:
+    """States that live in a pool, read and overwritten in place; no gradient passes through a pool.
+
+    pool [slots, H, V, K], fp32 as a rule; axis 0 may have any stride. slots int64 [S]: where each sequence's state
+    lies. Slots of one batch differ: two sequences with one slot would overwrite each other. That is checked where it
+    costs no wait, on the CPU.
+    """
+
+    pool: Tensor
+    slots: Tensor
+
+    def __post_init__(self) -> None:
+        if self.slots.device.type == "cpu" and self.slots.unique().numel() != self.slots.numel():
+            raise ValueError(f"kda state: slots {self.slots.tolist()} name one slot twice; each sequence needs its own")
+
+
+State = Tensor | PooledState | None
+PureKda = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Gate, Packing, Tensor | None], tuple[Tensor, Tensor]]
+Kda = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Gate, Packing, State], tuple[Tensor, Tensor | None]]
+
+
+def with_pool(pure: PureKda) -> Kda:
+    """Let a function of initial states work on a pool too: gather the states, call it, scatter the final ones."""
+
+    def kda(
+        q_NHK: Tensor,
+        k_NHK: Tensor,
+        v_NHV: Tensor,
+        z_NHK: Tensor,
+        b_NH: Tensor,
+        gate: Gate,
+        packing: Packing,
+        state: State,
+    ) -> tuple[Tensor, Tensor | None]:
+        if not isinstance(state, PooledState):
+            return pure(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, packing, state)
+        initial_SHVK = state.pool.detach()[state.slots]
+        o_NHV, final_SHVK = pure(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, packing, initial_SHVK)
+        with torch.no_grad():
+            state.pool[state.slots] = final_SHVK.to(state.pool.dtype)
+        return o_NHV, None
+
+    return kda
+
+
+def check(
+    q_NHK: Tensor, k_NHK: Tensor, v_NHV: Tensor, z_NHK: Tensor, b_NH: Tensor, gate: Gate, packing: Packing, state: State
+) -> None:
+    """Raise ValueError with both shapes where one does not fit q [N, H, K] and v [N, H, V]."""
+    if q_NHK.ndim != 3 or v_NHV.ndim != 3:
+        raise ValueError(f"kda: q {tuple(q_NHK.shape)} and v {tuple(v_NHV.shape)} must be [N, H, K] and [N, H, V]")
+    (N, H, K), V, S = q_NHK.shape, v_NHV.shape[2], packing.num_sequences
+    expected = {
+        "q": (q_NHK, (packing.num_tokens, H, K)),
+        "k": (k_NHK, (N, H, K)),
+        "v": (v_NHV, (N, H, V)),
+        "z": (z_NHK, (N, H, K)),
+        "b": (b_NH, (N, H)),
+        "gate.dt_bias": (gate.dt_bias, (H, K)),
+    }
+    if isinstance(state, Tensor):
+        expected["state"] = (state, (S, H, V, K))
+    elif state is not None:
+        expected["state.pool"] = (state.pool, (state.pool.shape[0], H, V, K))
+        expected["state.slots"] = (state.slots, (S,))
+    for name, (tensor, shape) in expected.items():
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"kda: {name} has shape {tuple(tensor.shape)}, expected {shape}")
+    if gate.A_log.ndim != 1 or gate.A_log.shape[0] < H:
+        raise ValueError(f"kda: gate.A_log has shape {tuple(gate.A_log.shape)}, expected at least ({H},)")

@@ -1,0 +1,3 @@
+from rille.ops.kda.reference import kda
+
+__all__ = ["kda"]
