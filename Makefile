@@ -34,7 +34,7 @@ types: $(VENV)/dev.stamp  ## pyright on rille/
 	$(BIN)/pyright
 
 imports: $(VENV)/dev.stamp  ## the import contracts
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 
 sizes: $(VENV)/dev.stamp  ## lengths of functions and files, and what `import rille` costs
 	$(BIN)/python tools/size_report.py

@@ -1,4 +1,4 @@
-"""What every test runs under: one thread, the Triton interpreter where there is no GPU, and fresh memory that holds NaN,
+"""What every test runs under: one thread, the Triton interpreter where there is no GPU, and fresh memory full of NaN,
 so that a read before the first write shows."""
 
 import os
