@@ -1,0 +1,48 @@
+"""The documents are true: their Python runs, the files, targets and names that they mention exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import rille
+
+TOP = Path(__file__).resolve().parent.parent
+DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/api.md", "docs/paper-map.md")
+RUN = ("README.md", "docs/api.md")
+
+
+def text(document: str) -> str:
+    return (TOP / document).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("document", RUN)
+def test_python_blocks_run(document, tmp_path, monkeypatch):
+    """The blocks of one document are one program, read from top to bottom."""
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```", text(document), re.MULTILINE | re.DOTALL)
+    assert blocks or document != "docs/api.md"
+    space: dict = {}
+    for block in blocks:
+        exec(compile(block, document, "exec"), space)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_named_files_exist(document):
+    """A path in code font that starts at the repository's top names something; one with CAPITALS is a place-holder."""
+    paths = r"`((?:rille|tests|tools|docs|benchmarks|\.ci)/[^`\s]*|[A-Za-z.]+\.(?:md|toml))`"
+    named = re.findall(paths, text(document))
+    place_holder = re.compile(r"/\w*[A-Z]{2}\w*")
+    assert not [path for path in named if not place_holder.search(path) and not (TOP / path).exists()]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_named_targets_exist(document):
+    targets = set(re.findall(r"^(\w+):", text("Makefile"), re.MULTILINE))
+    code = re.findall(r"```.*?```|`[^`\n]+`", text(document), re.DOTALL)
+    assert set(re.findall(r"\bmake ([a-z]+)\b", "\n".join(code))) <= targets
+
+
+def test_public_names_are_documented():
+    api = text("docs/api.md")
+    assert not [name for name in rille.__all__ if name != "__version__" and f"`rille.{name}" not in api]
