@@ -1,0 +1,64 @@
+"""Attention Residuals: what travels through the depth, and the sites that read it (report §2.2, equations 8 to 10).
+
+    sources V = [finished block sums ..., running sum p]
+    a_j = softmax_j( q . (RMSNorm(V_j) * gain) )        out = sum_j a_j V_j
+
+A layer has two sites (before attention, before the feed-forward) and the model one more at its output. A sub-layer reads only the mixture
+and adds its output to p. In Block AttnRes p becomes a source when a block of layers is full; in Full AttnRes after every sub-layer;
+with standard residuals there is only p.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from rille.model.allocate import Allocate
+from rille.ops.attn_res import attn_res
+
+
+@dataclass(frozen=True, eq=False)
+class Depth:
+    """All that travels through the depth: the running sum and the entries of the finished blocks, [N, D] each.
+
+    `partial` is None only between `close` and the next `add`. Immutable; entries are shared, never copied.
+    """
+
+    partial: Tensor | None
+    blocks: tuple[Tensor, ...] = ()
+
+    def close(self) -> Depth:
+        """Make the running sum a source of its own; a new sum starts with the next output."""
+        assert self.partial is not None, "a block closes only after an output was added"
+        return Depth(None, (*self.blocks, self.partial))
+
+    def add(self, output: Tensor) -> Depth:
+        return Depth(output if self.partial is None else self.partial + output, self.blocks)
+
+    @property
+    def sum(self) -> Tensor:
+        assert self.partial is not None, "read between close and add"
+        return self.partial
+
+
+class Mix(nn.Module):
+    """One site: a learned query and the gain of the norm it is compared under."""
+
+    def __init__(self, new: Allocate, width: int, eps: float) -> None:
+        super().__init__()
+        self.query = new(width)
+        self.gain = new(width)
+        self.eps = eps
+
+    def forward(self, depth: Depth) -> Tensor:
+        if not depth.blocks:
+            return depth.sum
+        return attn_res([*depth.blocks, depth.sum], self.query, self.gain, self.eps)
+
+
+class Plain(nn.Module):
+    """The site of a standard residual stream: reads the running sum."""
+
+    def forward(self, depth: Depth) -> Tensor:
+        return depth.sum

@@ -1,0 +1,118 @@
+"""Quantile Balancing: the router's selection bias from the scores themselves (report §2.3.3, appendices C and D).
+
+    s = sigmoid scores [m, E];   experts of a token = top-k of s + b;   alpha_i = (k+1)-th largest of s_i + b (the cutoff)
+    required bias  r = alpha - s;    q = m k / E;    b^_j = r at rank q + 1 of column j (ascending);    b = b^ - mean(b^)
+
+so that, with everyone else's cutoff held, each expert would be chosen by its fair share of tokens. `exact_bias` is the definition.
+Training counts r in B uniform bins over [b_min - 1, b_max + 1] instead: integer counts that add up over micro-batches and ranks,
+then `histogram_bias` reads the quantile off with linear interpolation. `sign_bias` is the older rule, for comparison.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+BINS = 1000
+
+
+@dataclass(eq=False)
+class Counts:
+    """Expert load and required-bias histogram of each MoE layer, int64 on the model's device.
+
+    load: layer -> [E], tokens given to each expert. histogram: layer -> [E, B]. A training forward adds to them once per token (not in
+    evaluation, not under recomputation); the trainer sums them over ranks before `update`.
+    """
+
+    bins: int = BINS
+    load: dict[int, Tensor] = field(default_factory=dict)
+    histogram: dict[int, Tensor] = field(default_factory=dict)
+
+    def add(self, layer: int, ids_NA: Tensor, scores_NE: Tensor, cutoff_N: Tensor, bias_E: Tensor) -> None:
+        experts = scores_NE.shape[1]
+        load_E = torch.bincount(ids_NA.flatten(), minlength=experts)
+        histogram_EB = required_bias_histogram(scores_NE, cutoff_N, bias_E, self.bins)
+        if layer in self.load:
+            load_E, histogram_EB = load_E + self.load[layer], histogram_EB + self.histogram[layer]
+        self.load[layer], self.histogram[layer] = load_E, histogram_EB
+
+
+def required_bias_histogram(scores_NE: Tensor, cutoff_N: Tensor, bias_E: Tensor, bins: int = BINS) -> Tensor:
+    """int64 [E, B]: how many tokens need a bias in each bin to choose the expert. `bias_E` is the one the cutoffs were made with."""
+    with torch.no_grad():
+        low, width = _bin_range(bias_E, bins)
+        required_NE = cutoff_N[:, None] - scores_NE
+        bin_NE = ((required_NE - low) / width).floor().long().clamp_(0, bins - 1)
+        offset_E = torch.arange(bias_E.shape[0], device=bias_E.device) * bins
+        flat = torch.bincount((bin_NE + offset_E).flatten(), minlength=bias_E.shape[0] * bins)
+        return flat.view(-1, bins)
+
+
+def _bin_range(bias_E: Tensor, bins: int) -> tuple[Tensor, Tensor]:
+    low, high = bias_E.min() - 1, bias_E.max() + 1
+    return low, (high - low) / bins
+
+
+def exact_bias(scores_NE: Tensor, cutoff_N: Tensor, active: int) -> Tensor:
+    """The new bias [E] from all margins: minus the (q+1)-th largest of s - alpha in each column, mean removed.
+
+    scores [m, E] raw sigmoid scores, cutoff [m] of the biased scores, active = k. Source: equation 14.
+    """
+    tokens, experts = scores_NE.shape
+    rank = min(tokens * active // experts, tokens - 1)
+    required_NE = cutoff_N[:, None] - scores_NE
+    bias_E = required_NE.sort(dim=0).values[rank]
+    return bias_E - bias_E.mean()
+
+
+def histogram_bias(histogram_EB: Tensor, bias_E: Tensor, active: int) -> Tensor:
+    """The new bias [E] from pooled counts [E, B] made under the old bias [E] (appendix D). Error at most one bin.
+
+    The first bin whose cumulative count reaches ceil(q) holds the quantile; linear interpolation inside it.
+    """
+    experts, bins = histogram_EB.shape
+    tokens = int(histogram_EB[0].sum())
+    low, width = _bin_range(bias_E, bins)
+    quota = tokens * active / experts
+    cumulative_EB = histogram_EB.cumsum(1)
+    bin_E1 = (cumulative_EB < math.ceil(quota)).sum(1, keepdim=True).clamp_(max=bins - 1)
+    inside_E1 = histogram_EB.gather(1, bin_E1)
+    before_E1 = cumulative_EB.gather(1, bin_E1) - inside_E1
+    fraction_E1 = ((quota - before_E1) / inside_E1.clamp(min=1)).clamp(0, 1)
+    new_E = low + (bin_E1 + fraction_E1).squeeze(1) * width
+    return (new_E - new_E.mean()).to(bias_E.dtype)
+
+
+def sign_bias(bias_E: Tensor, load_E: Tensor, rate: float) -> Tensor:
+    """The auxiliary-loss-free rule: a fixed step towards the mean load."""
+    load_E = load_E.to(bias_E.dtype)
+    return bias_E + rate * torch.sign(load_E.mean() - load_E)
+
+
+def load_violation(load_E: Tensor) -> float:
+    """max load / mean load - 1; 0 is a perfect balance."""
+    load_E = load_E.double()
+    return float(load_E.max() / load_E.mean() - 1)
+
+
+def update_biases(
+    biases: Mapping[int, Tensor], counts: Counts, active: int, rule: str, *, ema: float = 0.0, rate: float = 1e-3
+) -> None:
+    """Set each layer's router bias in place from the counts of a step; the next step uses it.
+
+    biases: layer -> [E] fp32. rule: "quantile", "sign" or "none". ema: weight of the old bias (0 takes the new one whole).
+    """
+    if rule not in ("quantile", "sign", "none"):
+        raise ValueError(f"balance: unknown rule {rule!r}; choose quantile, sign or none")
+    for layer, bias_E in biases.items():
+        if rule == "none" or layer not in counts.load:
+            continue
+        with torch.no_grad():
+            if rule == "sign":
+                bias_E.copy_(sign_bias(bias_E, counts.load[layer], rate))
+            else:
+                bias_E.lerp_(histogram_bias(counts.histogram[layer], bias_E, active), 1.0 - ema)

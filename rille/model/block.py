@@ -1,0 +1,51 @@
+"""A transformer layer: two sub-layers, each reading a mixture of the depth and adding to its running sum (report §2.2).
+
+    x = Mix(depth);  p += Attention(RMSNorm(x));      x = Mix(depth);  p += FFN(RMSNorm(x))
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from rille.model.allocate import Allocate
+from rille.model.attn_res import Depth, Mix, Plain
+from rille.model.config import K3Config
+from rille.model.context import Context
+from rille.model.kda import KDA
+from rille.model.mla import MLA
+from rille.model.moe import DenseGLU, LatentMoE
+from rille.ops.norm import rms_norm
+
+
+def site(c: K3Config, new: Allocate) -> nn.Module:
+    return Mix(new, c.hidden_size, c.norm_eps) if c.attends_depth else Plain()
+
+
+class Block(nn.Module):
+    """`layer(depth, ctx) -> depth`: attention (KDA or MLA), then feed-forward (dense or LatentMoE)."""
+
+    def __init__(self, c: K3Config, layer: int, new: Allocate) -> None:
+        super().__init__()
+        self.layer, self.eps = layer, c.norm_eps
+        self.opens_block, self.keeps_every_output = c.opens_block(layer), c.residual == "attn_res_full"
+        self.attn_mix, self.attn_norm = site(c, new), new(c.hidden_size)
+        self.attn = MLA(c, layer, new) if c.is_mla(layer) else KDA(c, layer, new)
+        self.ffn_mix, self.ffn_norm = site(c, new), new(c.hidden_size)
+        self.ffn = DenseGLU(c, c.dense_width, new) if c.is_dense(layer) else LatentMoE(c, layer, new)
+
+    def forward(self, depth: Depth, ctx: Context) -> Depth:
+        x_ND = ctx.tap(f"layers.{self.layer}.attn_mix", self.attn_mix(depth))
+        if self.opens_block or self.keeps_every_output:
+            depth = depth.close()  # after the mixture was read
+        depth = depth.add(self._sublayer("attn", self.attn, x_ND, self.attn_norm, ctx))
+        x_ND = ctx.tap(f"layers.{self.layer}.mlp_mix", self.ffn_mix(depth))
+        if self.keeps_every_output:
+            depth = depth.close()
+        depth = depth.add(self._sublayer("mlp", self.ffn, x_ND, self.ffn_norm, ctx))
+        return replace(depth, partial=ctx.tap(f"layers.{self.layer}.prefix_sum_out", depth.sum))
+
+    def _sublayer(self, name: str, part: nn.Module, x_ND: Tensor, gain_D: Tensor, ctx: Context) -> Tensor:
+        normed_ND = ctx.tap(f"layers.{self.layer}.{name}_norm", rms_norm(x_ND, gain_D, self.eps))
+        return ctx.tap(f"layers.{self.layer}.{name}_out", part(normed_ND, ctx))

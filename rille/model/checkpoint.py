@@ -1,0 +1,363 @@
+"""Official checkpoint directories, read and written one tensor at a time.
+
+    config.json    model-00001-of-0000NN.safetensors ...    model.safetensors.index.json    (tokenizer files)
+
+`parameter_table` says which official tensor fills which rows of which parameter. Routed experts are MXFP4 or plain, decided tensor by
+tensor (is there an `X.weight_packed`?); the group exponents of packed ones are kept, so that loading and saving gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from rille.model.config import K3Config
+from rille.model.model import K3
+from rille.model.moe import ExpertWeights
+from rille.model.names import VISION_PREFIXES, Entry, parameter_table
+from rille.model.publish import publishing
+from rille.model.shards import INDEX, CheckpointError, ShardReader, Stored, read_headers, reading, shorten
+from rille.ops.mx import dequantise_mxfp4, quantise_mxfp4
+
+Experts = Literal["keep", "bf16", "mxfp4"]
+GROUP = 32  # input columns that share a scale
+PLAIN = 255  # scale byte (NaN in E8M0) that marks an expert tensor which was not packed
+SHARD_BYTES = 5 * 10**9
+_FLOATS = ("BF16", "F16", "F32", "F64")
+
+
+class SavesTokenizer(Protocol):
+    """Anything that can write its files into a checkpoint directory."""
+
+    def save(self, directory: Path) -> None: ...
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    layers: range | None = None,
+) -> K3:
+    """Load an official checkpoint directory.
+
+    dtype: of the parameters in memory (those that the format stores in fp32 stay fp32). layers: hold and read only this range.
+    Uses the model's own bytes and one shard.
+
+    Raises FileNotFoundError or ValueError (CheckpointError) with everything that is wrong: unknown config keys, missing, surplus,
+    misshaped, truncated tensors, NaN or infinite values.
+    """
+    directory = Path(path)
+    config = K3Config.load(directory)
+    stored = read_headers(directory)
+    table = parameter_table(config, layers)
+    check_names(directory, config, table, stored, whole=layers is None)
+    model = K3(config, dtype=dtype, device=device, layers=layers)
+    parameters = dict(model.named_parameters())
+    bad: list[str] = []
+    with torch.no_grad(), reading(directory, stored) as read:
+        for piece in sorted(_pieces(table, stored), key=lambda p: (stored[p.names[0]].file, p.names[0])):
+            bad += _fill(model, parameters, piece, read)
+    if bad:
+        raise CheckpointError(f"{directory}: {len(bad)} bad tensors: {shorten(bad)}")
+    model.prepare()
+    return model
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One official tensor: its names in the shards (packed and scale, or the tensor itself) and its entry."""
+
+    entry: Entry
+    expert: int | None
+    names: tuple[str, ...]
+
+
+def _pieces(table: list[Entry], stored: dict[str, Stored]) -> Iterator[Piece]:
+    for entry in table:
+        for expert, name in entry.official_names():
+            if expert is None:
+                yield Piece(entry, None, (name,))
+            elif f"{name}.weight_packed" in stored:
+                yield Piece(entry, expert, (f"{name}.weight_packed", f"{name}.weight_scale"))
+            else:
+                yield Piece(entry, expert, (f"{name}.weight",))
+
+
+def check_names(
+    directory: Path, c: K3Config, table: list[Entry], stored: dict[str, Stored], *, whole: bool
+) -> None:
+    """Hold the table against the headers. Raises CheckpointError with every difference."""
+    pieces = list(_pieces(table, stored))
+    expected = {name for piece in pieces for name in piece.names}
+    missing = [name for piece in pieces for name in piece.names if name not in stored]
+    wrong = [text for piece in pieces for text in _misfits(piece, stored)]
+    known = tuple(VISION_PREFIXES) if c.vision is not None else ()
+    surplus = [name for name in stored if name not in expected and not name.startswith(known)] if whole else []
+    problems = [
+        f"{len(names)} {what}: {shorten(names)}"
+        for what, names in (("missing", missing), ("surplus", surplus), ("misshaped", wrong))
+        if names
+    ]
+    if problems:
+        raise CheckpointError(f"{directory}: the tensors do not fit config.json: " + "; ".join(problems))
+
+
+def _misfits(piece: Piece, stored: dict[str, Stored]) -> Iterator[str]:
+    shape = piece.entry.shape
+    wanted = {piece.names[0]: shape}
+    packed = len(piece.names) == 2
+    if packed:
+        wanted = {piece.names[0]: (shape[0], shape[1] // 2), piece.names[1]: (shape[0], shape[1] // GROUP)}
+    for name, want in wanted.items():
+        have = stored.get(name)
+        if have is None:
+            continue
+        padded = name.endswith(".A_log") and _heads_stored(have.shape) >= shape[0]
+        if have.shape != want and not padded:
+            yield f"{name} is {list(have.shape)}, not {list(want)}"
+        elif packed != (have.dtype == "U8") or (not packed and have.dtype not in _FLOATS):
+            yield f"{name} has dtype {have.dtype}"
+
+
+def _heads_stored(shape: tuple[int, ...]) -> int:
+    """Numbers in a stored A_log: [n] in the release, [1, 1, n, 1] in older Kimi-Linear files."""
+    sizes = [n for n in shape if n != 1] or [1]
+    return sizes[0] if len(sizes) == 1 else 0
+
+
+def _fill(model: K3, parameters: dict[str, nn.Parameter], piece: Piece, read: ShardReader) -> list[str]:
+    """Copy one official tensor into its parameter; returns complaints about its values."""
+    entry, parameter = piece.entry, parameters[piece.entry.parameter]
+    if entry.official.endswith(".A_log"):
+        return _fill_a_log(model, piece, read)
+    if len(piece.names) == 2:
+        try:
+            return _fill_packed(model, parameter, piece, read)
+        except ValueError as error:
+            return [f"{piece.names[0]} ({error})"]
+    value = read(piece.names[0])
+    target = _target(parameter, piece)
+    target.copy_(value.view(target.shape))
+    return [] if bool(torch.isfinite(value).all()) else [f"{piece.names[0]} (NaN or infinite values)"]
+
+
+def _target(parameter: Tensor, piece: Piece) -> Tensor:
+    target = parameter if piece.expert is None else parameter[piece.expert]
+    rows = piece.entry.rows
+    return target if rows is None else target[rows[0] : rows[1]]
+
+
+def _fill_packed(model: K3, parameter: Tensor, piece: Piece, read: ShardReader) -> list[str]:
+    packed, scale = (read(name).to(parameter.device) for name in piece.names)
+    _target(parameter, piece).copy_(dequantise_mxfp4(packed, scale, parameter.dtype))
+    module_name, leaf = piece.entry.parameter.rsplit(".", 1)
+    experts = model.get_submodule(module_name)
+    assert isinstance(experts, ExpertWeights)
+    if getattr(experts, f"{leaf}_scale") is None:
+        shape = (*parameter.shape[:-1], parameter.shape[-1] // GROUP)
+        setattr(experts, f"{leaf}_scale", torch.full(shape, PLAIN, dtype=torch.uint8, device=parameter.device))
+    _target(getattr(experts, f"{leaf}_scale"), piece).copy_(scale)
+    return []
+
+
+def _fill_a_log(model: K3, piece: Piece, read: ShardReader) -> list[str]:
+    """A_log keeps the length that was stored: heads, then zeros."""
+    value = read(piece.names[0]).flatten().float()
+    module_name, leaf = piece.entry.parameter.rsplit(".", 1)
+    setattr(model.get_submodule(module_name), leaf, nn.Parameter(value.clone().to(model.device)))
+    if bool(value[piece.entry.shape[0] :].any()):
+        return [f"{piece.names[0]} (entries beyond the {piece.entry.shape[0]} heads are not zero)"]
+    return [] if bool(torch.isfinite(value).all()) else [f"{piece.names[0]} (NaN or infinite values)"]
+
+
+# --- saving -----------------------------------------------------------------------------------------------------------
+
+
+def save_model(
+    model: K3,
+    path: str | Path,
+    *,
+    experts: Experts = "keep",
+    tokenizer: SavesTokenizer | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Write an official checkpoint directory; what stood at `path` is replaced only when everything is written.
+
+    experts: "keep" stores an expert tensor as it was loaded (MXFP4 where it was packed), "bf16" plain, "mxfp4" packed. dtype: of the
+    plain tensors, bf16 in the official format; the official fp32 tensors stay fp32. tokenizer: saves its files beside the shards.
+
+    Raises CheckpointError for a model that holds a range of layers, NaN or infinite values, widths that MXFP4 groups do not divide.
+    """
+    if experts not in ("keep", "bf16", "mxfp4"):
+        raise ValueError(f"experts={experts!r}: choose keep, bf16 or mxfp4")
+    if len(model.held) != model.config.num_layers:
+        raise CheckpointError(f"the model holds layers {model.held} of {model.config.num_layers}; save a whole one")
+    path = Path(path)
+    with publishing(path) as directory, torch.no_grad():
+        _keep_other_files(path, directory)
+        written = _write_shards(model, directory, experts, dtype)
+        packed = any(name.endswith(".weight_packed") for name in written.names)
+        config = _with_quantization(model.config, packed).replace(dtype=str(dtype).removeprefix("torch."))
+        text = json.dumps(config.to_official(), indent=2, ensure_ascii=False)
+        (directory / "config.json").write_text(text, encoding="utf-8")
+        if tokenizer is not None:
+            tokenizer.save(directory)
+
+
+def _keep_other_files(old: Path, new: Path) -> None:
+    """Files that are not ours (a README, tokenizer files) move along when a checkpoint is replaced."""
+    for file in old.iterdir() if old.is_dir() else ():
+        ours = file.suffix == ".safetensors" or file.name in (INDEX, "config.json")
+        if file.is_dir():
+            shutil.copytree(file, new / file.name)
+        elif not ours:
+            shutil.copy2(file, new / file.name)
+
+
+@dataclass(frozen=True)
+class Written:
+    names: list[str]
+    total_bytes: int
+
+
+def _write_shards(model: K3, directory: Path, experts: Experts, dtype: torch.dtype) -> Written:
+    """Write shard by shard under provisional names, then rename once their number is known."""
+    places: list[tuple[list[str], Path]] = []
+    total = 0
+    for shard in _shards(model, experts, dtype):
+        file = directory / f"shard-{len(places)}"
+        save_file(shard, file, metadata={"format": "pt"})
+        places.append((list(shard), file))
+        total += sum(t.nbytes for t in shard.values())
+    weight_map: dict[str, str] = {}
+    for number, (names, file) in enumerate(places, 1):
+        final = f"model-{number:05d}-of-{len(places):06d}.safetensors"
+        file.rename(directory / final)
+        weight_map |= dict.fromkeys(names, final)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (directory / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+    return Written(list(weight_map), total)
+
+
+def _shards(model: K3, experts: Experts, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
+    """Whole layers, as many as fit SHARD_BYTES, then embedding, head and output norms."""
+    shard: dict[str, Tensor] = {}
+    for group in _groups(model):
+        tensors = {n: t for entry in group for n, t in _official_tensors(model, entry, experts, dtype)}
+        size = sum(t.nbytes for t in (*shard.values(), *tensors.values()))
+        if shard and size > SHARD_BYTES:
+            yield shard
+            shard = {}
+        shard |= tensors
+    if shard:
+        yield shard
+
+
+def _groups(model: K3) -> list[list[Entry]]:
+    groups: dict[str, list[Entry]] = {}
+    for entry in parameter_table(model.config):
+        layer = entry.parameter.split(".")[1] if entry.parameter.startswith("layers.") else "rest"
+        groups.setdefault(layer, []).append(entry)
+    rest = groups.pop("rest")
+    return [*groups.values(), rest]
+
+
+def _official_tensors(model: K3, entry: Entry, experts: Experts, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    parameter = model.get_parameter(entry.parameter).detach()
+    if not bool(torch.isfinite(parameter).all()):
+        raise CheckpointError(f"{entry.parameter}: NaN or infinite values; such a checkpoint could not be loaded again")
+    if entry.experts is not None:
+        yield from _expert_tensors(model, entry, parameter, experts, dtype)
+    elif entry.official.endswith(".A_log"):
+        yield entry.official, parameter.cpu().clone()
+    else:
+        rows = parameter if entry.rows is None else parameter[entry.rows[0] : entry.rows[1]]
+        stored = torch.float32 if entry.storage == "f32" else dtype
+        yield entry.official, rows.reshape(entry.shape).to("cpu", stored).contiguous().clone()
+
+
+def _expert_tensors(
+    model: K3, entry: Entry, parameter: Tensor, experts: Experts, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    module_name, leaf = entry.parameter.rsplit(".", 1)
+    scales = getattr(model.get_submodule(module_name), f"{leaf}_scale")
+    rows = slice(None) if entry.rows is None else slice(*entry.rows)
+    for expert, name in entry.official_names():
+        assert expert is not None
+        weight = parameter[expert, rows].cpu()
+        scale = None if scales is None else scales[expert, rows].cpu()
+        if scale is not None and bool((scale == PLAIN).all()):
+            scale = None
+        if experts == "mxfp4" or (experts == "keep" and scale is not None):
+            packed, scale = quantise_mxfp4(_divisible(weight, name), scale)
+            yield f"{name}.weight_packed", packed
+            yield f"{name}.weight_scale", scale
+        else:
+            yield f"{name}.weight", weight.to(dtype).clone()
+
+
+def _divisible(weight: Tensor, name: str) -> Tensor:
+    if weight.shape[-1] % GROUP:
+        raise CheckpointError(f"{name}: {weight.shape[-1]} input columns are no multiple of MXFP4's groups of {GROUP}")
+    return weight
+
+
+def _with_quantization(c: K3Config, packed: bool) -> K3Config:
+    """The config with or without the official `quantization_config`, as the tensors are."""
+    inert = {key: dict(value) for key, value in (c.inert or {"": {}, "text_config": {}}).items()}
+    if packed:
+        inert["text_config"].setdefault("quantization_config", QUANTIZATION)
+    else:
+        inert["text_config"].pop("quantization_config", None)
+    return c.replace(inert=inert)
+
+
+QUANTIZATION = {
+    "quant_method": "compressed-tensors",
+    "format": "mxfp4-pack-quantized",
+    "quantization_status": "compressed",
+    "kv_cache_scheme": None,
+    "global_compression_ratio": None,
+    "ignore": [
+        "re:.*self_attn.*",
+        "re:.*shared_experts.*",
+        r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+        "re:.*lm_head.*",
+        "re:.*vision_tower.*",
+        "re:.*mm_projector.*",
+    ],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "format": "mxfp4-pack-quantized",
+            "input_activations": None,
+            "output_activations": None,
+            "weights": {
+                "type": "float",
+                "num_bits": 4,
+                "group_size": GROUP,
+                "strategy": "group",
+                "symmetric": True,
+                "dynamic": False,
+                "scale_dtype": "torch.uint8",
+                "observer": "minmax",
+                "observer_kwargs": {},
+                "actorder": None,
+                "block_structure": None,
+                "zp_dtype": None,
+            },
+        }
+    },
+}

@@ -1,0 +1,115 @@
+"""Feed-forward parts: the dense GLU and Stable LatentMoE (report §2.3, equations 11 to 13).
+
+    s = sigmoid(W_r x) in fp32;   T = top-k of s + bias;   p = s_T / sum(s_T)
+    u = sum_{e in T} p_e E_e(W_down x);     y = W_up RMSNorm(u) + Shared(x)
+    E(z) = W_2 SiTU(W_1 z, W_3 z)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from rille.model.allocate import Allocate
+from rille.model.config import K3Config
+from rille.model.context import Context
+from rille.ops.moe import ExpertOperands, expert_glu, route, route_weights
+from rille.ops.norm import rms_norm
+from rille.ops.situ import situ_glu, swiglu
+
+Glu = Callable[[Tensor, Tensor], Tensor]
+
+
+def activation(c: K3Config) -> Glu:
+    """The GLU activation (gate, up) -> product that the config names."""
+    return swiglu if c.activation == "swiglu" else partial(situ_glu, cap_gate=c.gate_cap, cap_up=c.up_cap)
+
+
+class DenseGLU(nn.Module):
+    """y = W_down act(W_gate x, W_up x): the first layers' feed-forward, and the shared experts as one."""
+
+    def __init__(self, c: K3Config, width: int, new: Allocate) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = new(width, c.hidden_size), new(width, c.hidden_size)
+        self.down_proj = new(c.hidden_size, width)
+        self.act = activation(c)
+
+    def forward(self, x_ND: Tensor, ctx: Context) -> Tensor:
+        return linear(self.act(linear(x_ND, self.gate_proj), linear(x_ND, self.up_proj)), self.down_proj)
+
+
+class ExpertWeights(nn.Module):
+    """The stacked routed experts, and what the expert product asks of them.
+
+    w13 [E, 2F, L] (gate rows, then up rows), w2 [E, L, F]. The scale buffers hold the MXFP4 group exponents that the weights
+    were loaded with (uint8, one for each 32 input columns), or None; saving reuses them.
+    """
+
+    w13_scale: Tensor | None
+    w2_scale: Tensor | None
+
+    def __init__(self, c: K3Config, new: Allocate) -> None:
+        super().__init__()
+        e, f, io = c.num_experts, c.expert_width, c.expert_io
+        self.w13, self.w2 = new(e, 2 * f, io), new(e, io, f)
+        self.register_buffer("w13_scale", None, persistent=False)
+        self.register_buffer("w2_scale", None, persistent=False)
+        self.act = activation(c)
+
+    def operands(self) -> ExpertOperands:
+        return ExpertOperands(self.w13, self.w2, self.act)
+
+
+class LatentMoE(nn.Module):
+    """One layer: router, experts in the latent width, shared experts at full width."""
+
+    def __init__(self, c: K3Config, layer: int, new: Allocate) -> None:
+        super().__init__()
+        self.router = new(c.num_experts, c.hidden_size)
+        self.router_bias = new.f32(c.num_experts, requires_grad=False)
+        self.latent = c.latent_width is not None
+        if c.latent_width is not None:
+            self.latent_down = new(c.latent_width, c.hidden_size)
+            self.latent_up = new(c.hidden_size, c.latent_width)
+        self.normed = self.latent and c.latent_norm
+        if self.normed:
+            self.latent_norm = new(c.expert_io)
+        self.experts = ExpertWeights(c, new)
+        self.shared = DenseGLU(c, c.shared_width, new) if c.shared_experts else None
+        self.layer, self.eps = layer, c.norm_eps
+        self.active, self.scale, self.renormalise = c.active_experts, c.routed_scale, c.renormalise
+
+    def forward(self, x_ND: Tensor, ctx: Context) -> Tensor:
+        name = f"layers.{self.layer}."
+        ids_NA, weights_NA = self._route(x_ND, ctx)
+        z_NL = linear(x_ND, self.latent_down) if self.latent else x_ND
+        z_NL = ctx.tap(f"{name}routed_expert_down_proj.out", z_NL)
+        u_NL = ctx.tap(f"{name}routed_expert_sum", self._routed(z_NL, ids_NA, weights_NA, ctx))
+        if self.normed:
+            u_NL = ctx.tap(f"{name}routed_expert_norm.out", rms_norm(u_NL, self.latent_norm, self.eps))
+        y_ND = ctx.tap(f"{name}routed_expert_up_proj.out", linear(u_NL, self.latent_up) if self.latent else u_NL)
+        if self.shared is None:
+            return y_ND
+        return y_ND + ctx.tap(f"{name}shared_experts.out", self.shared(x_ND, ctx))
+
+    def _route(self, x_ND: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(x_ND.dtype, torch.float32)
+        scores_NE = torch.sigmoid(linear(x_ND.to(wide), self.router.to(wide)))
+        routing = route(scores_NE, self.router_bias, self.active)
+        ids_NA = ctx.routes.pick(self.layer, routing.ids) if ctx.routes else routing.ids
+        weights_NA = route_weights(scores_NE, ids_NA, self.scale, self.renormalise)
+        if ctx.counts is not None:
+            ctx.counts.add(self.layer, ids_NA, scores_NE.detach(), routing.cutoff, self.router_bias)
+        ids_NA = ctx.tap(f"layers.{self.layer}.router_topk_idx", ids_NA)
+        return ids_NA, ctx.tap(f"layers.{self.layer}.router_topk_weight", weights_NA)
+
+    def _routed(self, z_NL: Tensor, ids_NA: Tensor, weights_NA: Tensor, ctx: Context) -> Tensor:
+        """Weighted sum of the experts' outputs, [N, L], summed in fp32 and cast back."""
+        rows_NL, ids_NA, weights_NA = ctx.exchange.dispatch(z_NL, ids_NA, weights_NA)
+        experts = ctx.exchange.weights(self.experts)
+        sum_NL = expert_glu(rows_NL, ids_NA, weights_NA, experts.operands())
+        return ctx.exchange.combine(sum_NL).to(z_NL.dtype)

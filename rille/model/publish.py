@@ -1,0 +1,71 @@
+"""Publishing a directory whole: it is written beside its place and swapped in, so that a save that dies leaves the old one."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_EXCHANGE = 2  # RENAME_EXCHANGE of renameat2(2)
+_AT_FDCWD = -100
+
+
+@contextmanager
+def publishing(path: Path) -> Iterator[Path]:
+    """Gives an empty directory to fill; on success it becomes `path`, on any error it is removed and `path` is as it was.
+
+    A directory that stands at `path` already is replaced in one step (Linux: an atomic exchange; elsewhere two renames).
+    """
+    path = path.absolute()
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{path}: a file stands there; name a directory")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir()
+    try:
+        yield fresh
+        _flush(fresh)
+        _swap(fresh, path)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _flush(directory: Path) -> None:
+    """Make the bytes durable before the name points to them."""
+    for file in (*directory.rglob("*"), directory):
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _swap(fresh: Path, path: Path) -> None:
+    if not path.exists():
+        fresh.rename(path)
+        return
+    if sys.platform == "linux" and _exchange(fresh, path):
+        return
+    old = path.with_name(f".{path.name}.old-{os.getpid()}")
+    path.rename(old)
+    fresh.rename(path)
+    shutil.rmtree(old)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swap two names atomically; False where the kernel or the file system cannot."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(b))
