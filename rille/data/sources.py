@@ -1,0 +1,322 @@
+"""Where text comes from: documents out of files, in an order that does not change from run to run.
+
+    None                     the standard library of the running Python: .py sources, without tests and generated tables
+    a text file              one document
+    a folder                 every file in it, folders inside folders too, sorted by path
+    .jsonl .jsonl.xz .zst    one document a line, its field `text`
+    .parquet                 one document a row, its column `text`
+
+Text is UTF-8 and is passed on byte for byte: nothing is stripped, normalised or dropped. What cannot be read as text
+stops the run when it was named; in a folder it is counted by reason and reported.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import lzma
+import os
+import sys
+import sysconfig
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+Note = Callable[[str], None]
+
+KINDS = "a UTF-8 text file, a folder, .jsonl, .jsonl.xz, .jsonl.zst or .parquet"
+FIELD = "text"
+
+_LIBRARY_SKIPS = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "__pycache__",
+    "__phello__",
+    "ensurepip",
+}
+# Generated from tables (codec maps, HTML entities, build variables) or a copy of the manual.
+_LIBRARY_TABLES = ("encodings", "pydoc_data", "html/entities.py", "_sysconfigdata")
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text and where it comes from (a path, for records with line or row number)."""
+
+    source: str
+    text: str
+
+
+class NotText(ValueError):
+    """A file that holds no UTF-8 text; `reason` is short enough to be counted by."""
+
+    def __init__(self, file: Path, reason: str, detail: str = ""):
+        super().__init__(f"{file} is {reason}{detail}; give {KINDS}")
+        self.reason = reason
+
+
+def read_documents(
+    path: str | Path | None = None, *, max_bytes: int | None = None, note: Note = print
+) -> Iterator[Document]:
+    """The documents of a source, one by one, always in the same order.
+
+    path: see the head of this file. max_bytes: stop after so many bytes of text, inside a document if need be. note
+    is told, in one line each, what was skipped and why, and where max_bytes cut.
+    Raises ValueError (one line that says what to do): no such path, empty or not text, a record that is not JSON or has
+    no text, a damaged archive, an extra that is not installed, no document at all. A missing path raises at once, the
+    rest while reading.
+    """
+    skipped: Counter[str] = Counter()
+    if path is None:
+        documents = _read_library(max_bytes, skipped)
+    elif not Path(path).exists():
+        raise ValueError(f"{path} does not exist; give {KINDS}")
+    elif Path(path).is_dir():
+        documents = _read_folder(Path(path), max_bytes, skipped)
+    elif Path(path).is_file():
+        documents = _read_file(Path(path), max_bytes, skipped)
+    else:
+        raise ValueError(f"{path} is neither a file nor a folder; give {KINDS}")
+    place = sysconfig.get_path("stdlib") if path is None else str(path)
+    documents = _at_least_one(_reported(documents, skipped, place, note), place)
+    return documents if max_bytes is None else _up_to(documents, max_bytes, note)
+
+
+def _reported(documents: Iterator[Document], skipped: Counter[str], place: str, note: Note) -> Iterator[Document]:
+    try:
+        yield from documents
+    finally:
+        if skipped:
+            reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items()))
+            note(f"data: skipped in {place}: {reasons}")
+
+
+def _at_least_one(documents: Iterable[Document], place: str) -> Iterator[Document]:
+    empty = True
+    for document in documents:
+        empty = False
+        yield document
+    if empty:
+        raise ValueError(f"{place} holds no document with text; give {KINDS}")
+
+
+def _up_to(documents: Iterable[Document], max_bytes: int, note: Note) -> Iterator[Document]:
+    room = max_bytes
+    for document in documents:
+        encoded = document.text.encode()
+        if len(encoded) <= room:
+            room -= len(encoded)
+            yield document
+            continue
+        head = encoded[:room].decode(errors="ignore")
+        note(f"data: read {max_bytes:,} bytes of text (max_bytes) and stopped in {document.source}; more text follows")
+        if head:
+            yield Document(document.source, head)
+        return
+
+
+def _read_library(max_bytes: int | None, skipped: Counter[str]) -> Iterator[Document]:
+    root = Path(sysconfig.get_path("stdlib"))
+    label = "python-" + ".".join(map(str, sys.version_info[:3]))
+    return _read_files(root, label, _library_sources(root), max_bytes, skipped)
+
+
+def _library_sources(root: Path) -> list[Path]:
+    files = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _LIBRARY_SKIPS]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    kept = [file for file in files if not file.relative_to(root).as_posix().startswith(_LIBRARY_TABLES)]
+    return _sorted(kept, root)
+
+
+def _sorted(files: list[Path], root: Path) -> list[Path]:
+    return sorted(files, key=lambda file: file.relative_to(root).parts)
+
+
+def _read_folder(root: Path, max_bytes: int | None, skipped: Counter[str]) -> Iterator[Document]:
+    return _read_files(root, str(root), _files_below(root, skipped), max_bytes, skipped)
+
+
+def _files_below(root: Path, skipped: Counter[str]) -> list[Path]:
+    """Files that may hold text, sorted by path; hidden ones, links to folders and special files are counted instead."""
+    files = []
+    for folder, subfolders, names in os.walk(root, onerror=_raise):
+        for name in subfolders:
+            if name.startswith("."):
+                skipped["hidden"] += 1
+            elif os.path.islink(os.path.join(folder, name)):
+                skipped["a link to a folder"] += 1
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        for name in names:
+            file = Path(folder, name)
+            if name.startswith("."):
+                skipped["hidden"] += 1
+            elif not file.is_file():
+                skipped["not a regular file"] += 1
+            else:
+                files.append(file)
+    return _sorted(files, root)
+
+
+def _raise(error: OSError):
+    raise error
+
+
+def _read_files(
+    root: Path, label: str, files: list[Path], max_bytes: int | None, skipped: Counter[str]
+) -> Iterator[Document]:
+    """Documents of the files below a root; `label` stands for the root in their sources."""
+    for file in files:
+        try:
+            for document in _read_file(file, max_bytes, skipped):
+                yield Document(f"{label}/{document.source.removeprefix(f'{root}{os.sep}')}", document.text)
+        except NotText as error:
+            skipped[error.reason] += 1
+
+
+def _read_file(file: Path, max_bytes: int | None, skipped: Counter[str]) -> Iterator[Document]:
+    name = file.name.lower()
+    if name.endswith(".parquet"):
+        return _read_parquet(file, skipped)
+    if name.endswith((".jsonl", ".jsonl.xz", ".jsonl.zst")):
+        return _read_jsonl(file, skipped)
+    return _read_text(file, max_bytes)
+
+
+def _read_text(file: Path, max_bytes: int | None) -> Iterator[Document]:
+    with open(file, "rb") as stream:
+        # A character more than wanted, so that `_up_to` sees the cut.
+        content = stream.read() if max_bytes is None else stream.read(max_bytes + 4)
+        whole = not stream.read(1)
+    if not content:
+        raise NotText(file, "empty")
+    if b"\0" in content:
+        raise NotText(file, "not text", f" (a zero byte at offset {content.index(0):,})")
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(content, final=whole)
+    except UnicodeDecodeError as error:
+        where = f" (byte 0x{content[error.start]:02x} at offset {error.start:,})"
+        raise NotText(file, "not UTF-8 text", where) from None
+    yield Document(str(file), text)
+
+
+def _read_jsonl(file: Path, skipped: Counter[str]) -> Iterator[Document]:
+    for number, line in enumerate(_lines(file), start=1):
+        text = _text_of_record(line, f"{file} line {number:,}") if line.strip() else ""
+        if text:
+            yield Document(f"{file}:{number}", text)
+        else:
+            skipped["empty lines or texts"] += 1
+
+
+def _text_of_record(line: bytes, place: str) -> str:
+    try:
+        record = json.loads(line.decode())
+    except (ValueError, RecursionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"{place} is not JSON ({reason}); write one object with a field {FIELD!r} on each line"
+        ) from None
+    if not isinstance(record, dict) or FIELD not in record:
+        found = (
+            f"its fields are {', '.join(map(repr, record))}" if isinstance(record, dict) and record else "it has none"
+        )
+        raise ValueError(f"{place} has no field {FIELD!r} ({found}); rename the field that holds the text")
+    text = record[FIELD]
+    if not isinstance(text, str):
+        raise ValueError(f"{place}: field {FIELD!r} is {type(text).__name__}, not a string; write the text as a string")
+    return _encodable(text, place)
+
+
+def _encodable(text: str, place: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = f"\\u{ord(text[error.start]):04x}"
+        raise ValueError(f"{place} has a lone surrogate {code}, which is no character; write the text anew") from None
+    return text
+
+
+def _lines(file: Path) -> Iterator[bytes]:
+    if file.name.lower().endswith(".zst"):
+        yield from _zstd_lines(file)
+    elif file.name.lower().endswith(".xz"):
+        try:
+            with lzma.open(file, "rb") as stream:
+                yield from stream
+        except (lzma.LZMAError, EOFError) as error:
+            raise ValueError(f"{file} is damaged or cut short ({error}); get it again") from None
+    else:
+        with open(file, "rb") as stream:
+            yield from stream
+
+
+def _zstd_lines(file: Path) -> Iterator[bytes]:
+    try:
+        import zstandard
+    except ModuleNotFoundError:
+        raise ValueError(f"{file} needs zstandard to be read: pip install 'rille[data]'") from None
+    rest = b""
+    try:
+        with open(file, "rb") as stream:
+            for block in _zstd_blocks(stream, file, zstandard):
+                *lines, rest = (rest + block).split(b"\n")
+                yield from lines
+    except zstandard.ZstdError as error:
+        raise ValueError(f"{file} is damaged ({error}); get it again") from None
+    if rest:
+        yield rest
+
+
+def _zstd_blocks(stream: BinaryIO, file: Path, zstandard) -> Iterator[bytes]:
+    """Decompressed blocks of all frames. The library's own reader takes a frame that was cut short for a whole one."""
+    window = 2**31  # archives made with --long
+    frame = None
+    while data := stream.read(1 << 20):
+        while data:
+            frame = frame or zstandard.ZstdDecompressor(max_window_size=window).decompressobj()
+            yield frame.decompress(data)
+            data = frame.unused_data
+            if frame.eof:
+                frame = None
+    if frame is not None:
+        raise ValueError(f"{file} is cut short; get it again")
+
+
+def _read_parquet(file: Path, skipped: Counter[str]) -> Iterator[Document]:
+    try:
+        import pyarrow
+    except ModuleNotFoundError:
+        raise ValueError(f"{file} needs pyarrow to be read: pip install 'rille[data]'") from None
+    with open(file, "rb") as stream:
+        try:
+            for number, text in enumerate(_rows(stream, file), start=1):
+                if text is None:
+                    raise ValueError(f"{file} row {number:,} has no text (null); fill it or remove the row")
+                elif text:
+                    yield Document(f"{file}:{number}", text)
+                else:
+                    skipped["empty lines or texts"] += 1
+        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"{file} is not parquet or is damaged ({reason}); get it again") from None
+
+
+def _rows(stream: BinaryIO, file: Path) -> Iterator[str | None]:
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.parquet.ParquetFile(stream)
+    schema = table.schema_arrow
+    if FIELD not in schema.names:
+        raise ValueError(f"{file} has no column {FIELD!r} (it has {', '.join(schema.names)}); rename the column")
+    kind = schema.field(FIELD).type
+    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+        raise ValueError(f"{file}: column {FIELD!r} holds {kind}, not strings; convert it")
+    for batch in table.iter_batches(1024, columns=[FIELD]):
+        yield from batch.column(0).to_pylist()
