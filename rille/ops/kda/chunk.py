@@ -1,3 +1,313 @@
-from rille.ops.kda.reference import kda
+"""Kimi Delta Attention in blocks of 64 tokens: what a kernel does, in plain PyTorch, batched over all chunks and heads.
 
-__all__ = ["kda"]
+With G the log2-decay summed from the chunk's first row through each row (Gc: through the last), S the state before the
+chunk and b = diag(beta):
+
+    A  = tril( [q 2^G] [k 2^-G]^T )        L = strict_tril( b [k 2^G] [k 2^-G]^T )        T = (I + L)^-1 b
+    W  = T (k 2^G)                         U = T v - W S
+    o  = (q 2^G) S + A U                   S' = diag(2^Gc) S + (k 2^(Gc-G))^T U
+
+Only U and S' depend on earlier chunks: that is `state_pass`, the one loop over chunks. 2^-G overflows, so A and L are
+made of blocks, each with its own origin for G. The README derives all of this from the recurrence.
+
+Suffixes: N packed tokens, S sequences, M chunks, H heads, C = 64 rows of a chunk, G = 2 halves of a chunk, B = 32 rows
+of a half, T = 2 tiles of a half, R = 16 rows of a tile, K key channels, V value channels. Matrices over pairs of rows
+end in CC, BB or RR.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rille.ops.kda.arguments import Gate
+from rille.ops.kda.reference import compute_dtype, initial_state, log_decay, normalised, normalised_queries
+from rille.packing import Packing
+
+TILE, HALF, CHUNK = 16, 32, 64
+
+# exp(80) = 2^115.4 leaves fp32 a factor of 6,000 for sums of what it multiplies.
+LARGEST_EXPONENT = 80.0
+
+
+def kda(
+    q_NHK: Tensor,
+    k_NHK: Tensor,
+    v_NHV: Tensor,
+    z_NHK: Tensor,
+    b_NH: Tensor,
+    gate: Gate,
+    packing: Packing,
+    initial_SHVK: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The same function as `reference.kda`. Raises ValueError if 16 |lower_bound| > 80."""
+    check_lower_bound(gate)
+    dtype = compute_dtype(q_NHK, k_NHK, v_NHV, z_NHK, b_NH)
+    state_SHVK = initial_state(initial_SHVK, packing, k_NHK, v_NHV, dtype)
+    if packing.num_tokens == 0:
+        return torch.zeros_like(v_NHV), state_SHVK
+    schedule = schedule_chunks(packing)
+    q_MHCK = schedule.gather(normalised_queries(q_NHK, dtype))
+    k_MHCK = schedule.gather(normalised(k_NHK, dtype))
+    v_MHCV = schedule.gather(v_NHV.to(dtype))
+    beta_MHC1 = schedule.gather(b_NH.to(dtype).sigmoid()[..., None])
+    sums = tile_sums(schedule.gather(log_decay(z_NHK, gate, dtype) / log(2)))
+    decay = decays(sums)
+    halves = DirectHalves(sums, k_MHCK) if gate.lower_bound is None else AnchoredHalves(sums, k_MHCK)
+
+    a_MHCC = pair_products(q_MHCK, k_MHCK, halves, decay).tril()
+    # The mask comes before beta: above the diagonal there may be infinities, whose product with a gradient of 0 is NaN.
+    l_MHCC = beta_MHC1 * pair_products(k_MHCK, k_MHCK, halves, decay).tril(-1)
+    t_MHCC = inverse_of_unit_lower(l_MHCC) * beta_MHC1.mT
+    w_MHCK = t_MHCC @ (k_MHCK * decay.from_start_MHCK)
+    u_MHCV, states_MHVK, final_SHVK = state_pass(
+        w_MHCK, t_MHCC @ v_MHCV, k_MHCK * decay.to_end_MHCK, decay.whole_MH1K, state_SHVK, schedule
+    )
+    o_MHCV = (q_MHCK * decay.from_start_MHCK) @ states_MHVK.mT + a_MHCC @ u_MHCV
+    return schedule.scatter(o_MHCV).to(v_NHV.dtype), final_SHVK
+
+
+def check_lower_bound(gate: Gate) -> None:
+    """A tile's decay must fit an fp32 exponent in both directions; the softplus gate has a form that needs no bound."""
+    if gate.lower_bound is not None and -TILE * gate.lower_bound > LARGEST_EXPONENT:
+        raise ValueError(
+            f"kda: lower_bound {gate.lower_bound} can decay by exp({TILE * gate.lower_bound:g}) in {TILE} tokens, the chunk "
+            f'backend holds exp(-{LARGEST_EXPONENT:g}), a bound of -5; use backend="reference" or a weaker bound'
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """Chunks in the order of the state pass: step by step, and within a step the longest sequence first.
+
+    rows_MC, mask_MC: as in `ChunkMap`, in this order. place_N: where token n lies in the flattened [M * C] rows.
+    longest_first_S: sequences by number of chunks. active: how many sequences have a chunk at each step, on the host.
+    """
+
+    rows_MC: Tensor
+    mask_MC: Tensor
+    place_N: Tensor
+    longest_first_S: Tensor
+    active: list[int]
+
+    def gather(self, x_NHK: Tensor) -> Tensor:
+        """Rows of chunks, [M, H, C, K], zeros where a chunk has no token: they neither write nor decay."""
+        x_MCHK = x_NHK.index_select(0, self.rows_MC.flatten()).unflatten(0, self.rows_MC.shape)
+        return x_MCHK.masked_fill(~self.mask_MC[:, :, None, None], 0).transpose(1, 2)
+
+    def scatter(self, x_MHCV: Tensor) -> Tensor:
+        """Back to packed tokens, [N, H, V]."""
+        return x_MHCV.transpose(1, 2).flatten(0, 1).index_select(0, self.place_N)
+
+
+def schedule_chunks(packing: Packing) -> Schedule:
+    chunks = packing.chunks(CHUNK)
+    per_sequence_S = np.array(chunks.per_sequence)
+    longest_first_S = torch.from_numpy(np.argsort(-per_sequence_S, kind="stable")).to(packing.device)
+    active = (per_sequence_S[:, None] > np.arange(per_sequence_S.max())).sum(0).tolist()
+
+    order_M = (chunks.order * packing.num_sequences + longest_first_S.argsort()[chunks.sequence]).argsort()
+    offset_N = torch.arange(packing.num_tokens, device=packing.device) - packing.starts[packing.sequence_of]
+    chunk_N = order_M.argsort()[chunks.first[packing.sequence_of] + offset_N // CHUNK]
+    place_N = chunk_N * CHUNK + offset_N % CHUNK
+    return Schedule(chunks.rows[order_M], chunks.mask[order_M], place_N, longest_first_S, active)
+
+
+class TileSums(NamedTuple):
+    """Log2-decay g summed inside each tile: `through` from the tile's first row through each row, `after` over the rows
+    that follow. Sums that start or end at a tile's edge serve for everything, so no difference of large sums is formed.
+    """
+
+    g_MHGTRK: Tensor
+    through_MHGTRK: Tensor
+    after_MHGTRK: Tensor
+
+
+def tile_sums(g_MHCK: Tensor) -> TileSums:
+    g_MHGTRK = g_MHCK.unflatten(2, (2, 2, TILE))
+    following_MHGTRK = F.pad(g_MHGTRK[..., 1:, :], (0, 0, 0, 1))
+    return TileSums(g_MHGTRK, g_MHGTRK.cumsum(-2), following_MHGTRK.flip(-2).cumsum(-2).flip(-2))
+
+
+class Decays(NamedTuple):
+    """Factors of rows, none above 1: from_start 2^G, to_end 2^(Gc-G), whole 2^Gc; with Gm the sum at the border between
+    the halves, from_middle 2^(G-Gm) for rows of the second half and to_middle 2^(Gm-G) for rows of the first.
+    """
+
+    from_start_MHCK: Tensor
+    to_end_MHCK: Tensor
+    whole_MH1K: Tensor
+    from_middle_MHBK: Tensor
+    to_middle_MHBK: Tensor
+
+
+def decays(sums: TileSums) -> Decays:
+    through_0, through_1 = sums.through_MHGTRK.unbind(3)
+    after_0, after_1 = sums.after_MHGTRK.unbind(3)
+    tile_0, tile_1 = through_0[..., -1:, :], through_1[..., -1:, :]
+    from_0, from_middle = torch.cat([through_0, tile_0 + through_1], -2).exp2().unbind(2)
+    to_middle, to_1 = torch.cat([after_0 + tile_1, after_1], -2).exp2().unbind(2)
+    half_0, half_1 = (tile_0 + tile_1).exp2().unbind(2)
+    return Decays(
+        from_start_MHCK=torch.cat([from_0, half_0 * from_middle], -2),
+        to_end_MHCK=torch.cat([to_middle * half_1, to_1], -2),
+        whole_MH1K=half_0 * half_1,
+        from_middle_MHBK=from_middle,
+        to_middle_MHBK=to_middle,
+    )
+
+
+class AnchoredHalves:
+    """Pairs inside a half for the bounded gate: the border between the half's tiles is the origin of G, so both factors
+    stay within 2^(16 * 5 / ln 2) = 2^115.4 and one dense product gives the whole half.
+    """
+
+    def __init__(self, sums: TileSums, k_MHCK: Tensor) -> None:
+        self.x_MHGBK = torch.cat([-sums.after_MHGTRK[:, :, :, 0], sums.through_MHGTRK[:, :, :, 1]], -2)
+        self.k_MHGBK = k_MHCK.unflatten(2, (2, HALF))
+
+    def products(self, r_MHGBK: Tensor) -> Tensor:
+        """[M, H, G, B, B]; what stands above the diagonal means nothing and may be infinite."""
+        product_MHGBB = _AnchoredProduct.apply(r_MHGBK, self.k_MHGBK, self.x_MHGBK)
+        assert isinstance(product_MHGBB, Tensor)
+        return product_MHGBB
+
+
+class _AnchoredProduct(torch.autograd.Function):
+    """P = (r 2^x) (k 2^-x)^T. Backward brings the gradient to magnitude 1 before 2^115 meets it, where plain autograd
+    overflows for gradients above some 1,000 under a saturated gate.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, r_BK: Tensor, k_BK: Tensor, x_BK: Tensor) -> Tensor:
+        ctx.save_for_backward(r_BK, k_BK, x_BK)
+        return (r_BK * x_BK.exp2()) @ (k_BK * (-x_BK).exp2()).mT
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        (r_BK, k_BK, x_BK), (dp_BB,) = ctx.saved_tensors, grads
+        up_BK, down_BK = x_BK.exp2(), (-x_BK).exp2()
+        size_11 = dp_BB.abs().amax((-2, -1), keepdim=True).clamp_min(torch.finfo(dp_BB.dtype).tiny)
+        dp_BB = dp_BB / size_11
+        dr_BK = dp_BB @ (k_BK * down_BK) * up_BK * size_11
+        dk_BK = dp_BB.mT @ (r_BK * up_BK) * down_BK * size_11
+        return dr_BK, dk_BK, (r_BK * dr_BK - k_BK * dk_BK) * log(2)
+
+
+class DirectHalves:
+    """Pairs inside a half for the softplus gate, which has no bound: tiles on the diagonal pair by pair, at 16 times
+    the exponentials; the block between the tiles with their border as origin, where both factors are at most 1.
+    """
+
+    def __init__(self, sums: TileSums, k_MHCK: Tensor) -> None:
+        k_MHGTRK = k_MHCK.unflatten(2, (2, 2, TILE))
+        self.k_pair_MHGTRRK = k_MHGTRK[..., None, :, :] * pair_decays(sums.g_MHGTRK)
+        self.from_border_MHGRK = sums.through_MHGTRK[:, :, :, 1].exp2()
+        self.k_to_border_MHGRK = k_MHGTRK[:, :, :, 0] * sums.after_MHGTRK[:, :, :, 0].exp2()
+
+    def products(self, r_MHGBK: Tensor) -> Tensor:
+        """[M, H, G, B, B], zero above the diagonal."""
+        r_MHGTRK = r_MHGBK.unflatten(3, (2, TILE))
+        tiles_MHGTRR = (r_MHGTRK[..., None, :] @ self.k_pair_MHGTRRK.mT).squeeze(-2)
+        between_MHGRR = (r_MHGTRK[:, :, :, 1] * self.from_border_MHGRK) @ self.k_to_border_MHGRK.mT
+        return block_lower(tiles_MHGTRR[:, :, :, 0], between_MHGRR, tiles_MHGTRR[:, :, :, 1])
+
+
+def pair_decays(g_MHGTRK: Tensor) -> Tensor:
+    """2^(sum of g over rows j+1..i) for i >= j, else 0. Each sum has its own terms: strong decays blur no later one."""
+    row_R = torch.arange(TILE, device=g_MHGTRK.device)
+    i_R11, j_R1 = row_R[:, None, None], row_R[:, None]
+    sums_MHGTRRK = g_MHGTRK[..., :, None, :].masked_fill(i_R11 <= j_R1, 0).cumsum(-3)
+    return sums_MHGTRRK.masked_fill(i_R11 < j_R1, -torch.inf).exp2()
+
+
+def pair_products(r_MHCK: Tensor, k_MHCK: Tensor, halves: AnchoredHalves | DirectHalves, decay: Decays) -> Tensor:
+    """[M, H, C, C]: sum_K r_i k_j 2^(Gi-Gj) for i >= j. The block between the halves has their border as origin."""
+    r_MHGBK, k_MHGBK = r_MHCK.unflatten(2, (2, HALF)), k_MHCK.unflatten(2, (2, HALF))
+    upper_left, lower_right = halves.products(r_MHGBK).unbind(2)
+    lower_left = (r_MHGBK[:, :, 1] * decay.from_middle_MHBK) @ (k_MHGBK[:, :, 0] * decay.to_middle_MHBK).mT
+    return block_lower(upper_left, lower_left, lower_right)
+
+
+def block_lower(upper_left: Tensor, lower_left: Tensor, lower_right: Tensor) -> Tensor:
+    """[[a, 0], [c, b]] of three square blocks."""
+    return torch.cat([F.pad(upper_left, (0, upper_left.shape[-1])), torch.cat([lower_left, lower_right], -1)], -2)
+
+
+class _InverseOfUnitLower(torch.autograd.Function):
+    """X = (I + L)^-1 with dL = -strict_tril(X^T dX X^T): one small formula instead of a graph through every step."""
+
+    @staticmethod
+    def forward(ctx: Any, l_MHCC: Tensor) -> Tensor:
+        x_MHCC = merged_inverse(l_MHCC)
+        ctx.save_for_backward(x_MHCC)
+        return x_MHCC
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x_MHCC,), (dx_MHCC,) = ctx.saved_tensors, grads
+        return -(x_MHCC.mT @ dx_MHCC @ x_MHCC.mT).tril(-1)
+
+
+def inverse_of_unit_lower(l_MHCC: Tensor) -> Tensor:
+    """(I + L)^-1 for strictly lower triangular L [..., C, C]."""
+    x_MHCC = _InverseOfUnitLower.apply(l_MHCC)
+    assert isinstance(x_MHCC, Tensor)
+    return x_MHCC
+
+
+def merged_inverse(l_MHCC: Tensor) -> Tensor:
+    """Substitution in the 16-row tiles, where a series in powers of L would lose everything for repeated keys; then two
+    merges, [[I + La, 0], [Lba, I + Lb]]^-1 = [[Xa, 0], [-Xb Lba Xa, Xb]], from 16 to 32 and from 32 to 64 rows."""
+    size, blocks = TILE, l_MHCC.shape[-1] // TILE
+    tiles = torch.stack([l_MHCC[..., i * TILE :, i * TILE :][..., :TILE, :TILE] for i in range(blocks)], 2)
+    x = substituted_inverse(tiles)
+    while size < l_MHCC.shape[-1]:
+        starts = range(0, l_MHCC.shape[-1], 2 * size)
+        between = torch.stack([l_MHCC[..., s + size : s + 2 * size, s : s + size] for s in starts], 2)
+        x_a, x_b = x[:, :, 0::2], x[:, :, 1::2]
+        x = block_lower(x_a, -x_b @ between @ x_a, x_b)
+        size *= 2
+    return x.squeeze(2)
+
+
+def substituted_inverse(l_RR: Tensor) -> Tensor:
+    """Forward substitution, batched over all leading axes: once row j of X is final, take it out of the rows below."""
+    x_RR = torch.eye(TILE, dtype=l_RR.dtype, device=l_RR.device).expand(l_RR.shape).clone()
+    for j in range(TILE - 1):
+        below = slice(j + 1, None)
+        x_RR[..., below, : j + 1].addcmul_(l_RR[..., below, j : j + 1], x_RR[..., j : j + 1, : j + 1], value=-1)
+    return x_RR
+
+
+def state_pass(
+    w_MHCK: Tensor,
+    tv_MHCV: Tensor,
+    k_to_end_MHCK: Tensor,
+    whole_MH1K: Tensor,
+    initial_SHVK: Tensor,
+    schedule: Schedule,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """U [M, H, C, V], the state before each chunk [M, H, V, K], and the final states. The only loop over chunks.
+
+    Sequences lie longest first, so those that still run are always the first ones.
+    """
+    state_SHVK = initial_SHVK[schedule.longest_first_S]
+    u_steps, state_steps, finished = [], [], []
+    steps = zip(*(x.split(schedule.active) for x in (w_MHCK, tv_MHCV, k_to_end_MHCK, whole_MH1K)), strict=True)
+    for w_SHCK, tv_SHCV, k_to_end_SHCK, whole_SH1K in steps:
+        running = w_SHCK.shape[0]
+        finished.append(state_SHVK[running:])
+        state_SHVK = state_SHVK[:running]
+        u_SHCV = tv_SHCV - w_SHCK @ state_SHVK.mT
+        u_steps.append(u_SHCV)
+        state_steps.append(state_SHVK)
+        state_SHVK = state_SHVK * whole_SH1K + u_SHCV.mT @ k_to_end_SHCK
+    final_SHVK = torch.cat([state_SHVK, *reversed(finished)])[schedule.longest_first_S.argsort()]
+    return torch.cat(u_steps), torch.cat(state_steps), final_SHVK

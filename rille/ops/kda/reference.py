@@ -46,7 +46,7 @@ def kda(
     dtype = compute_dtype(q_NHK, k_NHK, v_NHV, z_NHK, b_NH)
     q_NHK, k_NHK = normalised_queries(q_NHK, dtype), normalised(k_NHK, dtype)
     alpha_NHK, beta_NH = log_decay(z_NHK, gate, dtype).exp(), b_NH.to(dtype).sigmoid()
-    state_SHVK = initial_state(initial_SHVK, packing, v_NHV, q_NHK)
+    state_SHVK = initial_state(initial_SHVK, packing, k_NHK, v_NHV, dtype)
 
     rows, outputs = [], []
     for step in range(packing.longest):
@@ -70,11 +70,14 @@ def compute_dtype(*inputs: Tensor) -> torch.dtype:
     return reduce(torch.promote_types, (x.dtype for x in inputs), torch.float32)
 
 
-def initial_state(initial_SHVK: Tensor | None, packing: Packing, v_NHV: Tensor, q_NHK: Tensor) -> Tensor:
-    """The given state in the dtype of the (converted) queries, or zeros."""
+def initial_state(
+    initial_SHVK: Tensor | None, packing: Packing, k_NHK: Tensor, v_NHV: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """The given states, or zeros."""
     if initial_SHVK is not None:
-        return initial_SHVK.to(q_NHK.dtype)
-    return q_NHK.new_zeros(packing.num_sequences, q_NHK.shape[1], v_NHV.shape[2], q_NHK.shape[2])
+        return initial_SHVK.to(dtype)
+    (_, H, K), V = k_NHK.shape, v_NHV.shape[2]
+    return torch.zeros(packing.num_sequences, H, V, K, dtype=dtype, device=k_NHK.device)
 
 
 def normalised(x_NHK: Tensor, dtype: torch.dtype) -> Tensor:
