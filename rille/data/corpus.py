@@ -4,7 +4,7 @@ Documents are split by a hash of their content, so that a document's side depend
 fall on the same side. Each side is one stream of ids; the end-of-text token e stands before, between and after:
 
     tokens      e d d d d e d d e ... d e        uint32 [N + 1]
-    boundaries  ^         ^     ^       ^        int64 [documents + 1]: where each document's inputs begin; the last is N
+    boundaries  ^         ^     ^       ^        int64 [documents + 1]: where a document's inputs begin; the last is N
 
 Position i has input tokens[i] and target tokens[i + 1]. A document's inputs are the e before it and its own ids; its
 targets are its own ids and the e after it. So every id of every document is a target once, and none is predicted from

@@ -111,7 +111,7 @@ class Loader:
 def held_out_batches(
     tokens: np.ndarray, boundaries: np.ndarray, batch_tokens: int, sequence_length: int
 ) -> Iterator[Batch]:
-    """Every position once, in order, in batches of `batch_tokens` tokens, the last one shorter. Arguments as in `Loader`."""
+    """Every position once, in order: batches of `batch_tokens`, the last one shorter. Arguments as in `Loader`."""
     spans, room = [], batch_tokens
     for start, length in zip(*_pieces(tokens, boundaries, batch_tokens, sequence_length), strict=True):
         start, length = int(start), int(length)
