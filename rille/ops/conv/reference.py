@@ -1,14 +1,15 @@
-"""The short causal convolution in front of KDA: each channel mixes its last W inputs, then SiLU (`short_conv` below
-is the definition).
+"""The short causal convolution in front of KDA: each channel mixes its last W inputs, then SiLU. `short_conv` below is
+the definition.
 
-    y[n, c] = silu( sum_{j=0..W-1} weight[c, W-1-j] * x[n-j, c] )        x before a sequence's first row: its tail, or
-    zeros
+    y[n, c] = silu( sum_{j=0..W-1} weight[c, W-1-j] * x[n-j, c] )
+
+where x before a sequence's first row is its tail, or zeros.
 
 Source: Kimi K3 report section 2.1.1; W = 4 there, fp32 throughout, no bias.
 
-To give every row W - 1 rows before it, the tail of each sequence is laid in front of its rows; one stream of E = N + S
-(W-1) rows results, and the whole convolution is W shifted products over it. Rows that belong to a tail are computed too
-and then left out.
+To give every row W - 1 rows before it, the tail of each sequence is laid in front of its rows; a stream of
+E = N + S (W-1) rows results, and the whole convolution is W shifted products over it. Rows that belong to a tail are
+computed too and then left out.
 
 Suffixes: N packed tokens, S sequences, C channels, W taps, P = W - 1 inputs before the current one, E rows of the
 stream.
@@ -39,6 +40,6 @@ def short_conv(x_NC: Tensor, weight_CW: Tensor, packing: Packing, tail_SPC: Tens
 
     outputs = stream_EC.shape[0] - (W - 1)
     products = [stream_EC[tap : tap + outputs] * weight_CW[:, tap].to(dtype) for tap in range(W)]
-    y_NC = F.silu(sum(products[1:], products[0])[row_N - (W - 1)])
+    y_NC = F.silu(sum(products[1:], products[0]).index_select(0, row_N - (W - 1)))
     final_SPC = stream_EC[packing.starts[1:, None].long() + ahead_SP]
     return y_NC.to(x_NC.dtype), final_SPC.to(tail_SPC.dtype)

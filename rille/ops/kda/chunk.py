@@ -77,8 +77,8 @@ def check_lower_bound(gate: Gate) -> None:
     """A tile's decay must fit an fp32 exponent in both directions; the softplus gate has a form that needs no bound."""
     if gate.lower_bound is not None and -TILE * gate.lower_bound > LARGEST_EXPONENT:
         raise ValueError(
-            f"kda: lower_bound {gate.lower_bound} can decay by exp({TILE * gate.lower_bound:g}) in {TILE} tokens, the chunk "
-            f'backend holds exp(-{LARGEST_EXPONENT:g}), a bound of -5; use backend="reference" or a weaker bound'
+            f"kda: lower_bound {gate.lower_bound} can decay by exp({TILE * gate.lower_bound:g}) in {TILE} tokens, the "
+            f'chunk backend holds exp(-{LARGEST_EXPONENT:g}), a bound of -5; take backend="reference" or a weaker one'
         )
 
 
