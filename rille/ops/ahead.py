@@ -1,0 +1,206 @@
+"""Compile the Triton kernels for Hopper on a machine without a GPU, and hold each to its resources.
+
+Each op with kernels has a `specimens.py` with `SPECIMENS`, a list of `Specimen` (or a function `specimens()` that
+returns one): a kernel together with the argument types and constants of one real launch. Compiling them shows what the
+interpreter cannot: that the machine code exists, that nothing spills, that shared memory fits, that products use wgmma.
+
+    python -m rille.ops.ahead [--op kda] [--only WORD] [--sass FOLDER]
+
+prints one line a specimen and exits with 1 where a limit is broken. Needs triton and no GPU; TRITON_INTERPRET must be
+unset.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+SHARED_LIMIT = 227 * 1024  # bytes of shared memory one program may have on sm_90
+
+
+@dataclass(frozen=True, eq=False)
+class Specimen:
+    """One launch of one kernel.
+
+    signature: type of each runtime argument, such as "*bf16", "i32", "fp32". constexprs: value of each constant, None
+    for a pointer that is left out. divisible: arguments whose value (address for a pointer) is a multiple of 16; a
+    launch sees that by itself, a compilation without arguments does not, and without it loads are not vectorised.
+    max_spill_bytes: what a thread may keep outside registers; above 64 give the reason. want_wgmma: the products must
+    compile to warp-group instructions.
+    """
+
+    name: str
+    kernel: Any
+    signature: dict[str, str]
+    constexprs: dict[str, Any] = field(default_factory=dict)
+    num_warps: int = 4
+    num_stages: int = 3
+    divisible: tuple[str, ...] = ()
+    max_spill_bytes: int = 64
+    reason: str = ""
+    want_wgmma: bool = False
+    maxnreg: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_spill_bytes > 64 and not self.reason:
+            raise ValueError(f"specimen {self.name}: a limit of {self.max_spill_bytes} spilled bytes needs a reason")
+
+
+class Build(NamedTuple):
+    """What one compilation gave. spills: bytes of stack and local memory a thread. wgmma, register_a: warp-group
+    products, and those whose left operand comes from registers. instructions: in the machine code, of which `looped`
+    lie inside loops; times the warps this is what one program issues, each turn of a loop counted once."""
+
+    name: str
+    warps: int
+    registers: int
+    spills: int
+    shared: int
+    wgmma: int
+    register_a: int
+    instructions: int
+    looped: int
+
+
+def compile_specimen(specimen: Specimen, sass_folder: Path | None = None) -> Build:
+    """Compile for sm_90 down to machine code and read its resources."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    if os.environ.get("TRITON_INTERPRET", "0") == "1":
+        raise ValueError("ahead: TRITON_INTERPRET=1 replaces the compiler; unset it")
+    options: dict[str, Any] = {"num_warps": specimen.num_warps, "num_stages": specimen.num_stages}
+    if specimen.maxnreg is not None:
+        options["maxnreg"] = specimen.maxnreg
+    out: Any = triton.compile(_source(specimen), target=GPUTarget("cuda", 90, 32), options=options)
+    usage, sass = _disassemble(out.asm["cubin"])
+    if sass_folder is not None:
+        sass_folder.mkdir(parents=True, exist_ok=True)
+        (sass_folder / f"{specimen.name}.sass").write_text(sass)
+        for kind in ("ptx", "ttgir"):
+            (sass_folder / f"{specimen.name}.{kind}").write_text(out.asm[kind])
+    instructions, looped = _count(sass)
+    return Build(
+        name=specimen.name,
+        warps=specimen.num_warps,
+        registers=_used("REG", usage),
+        spills=_used("STACK", usage) + _used("LOCAL", usage),
+        shared=out.metadata.shared,
+        wgmma=out.asm["ptx"].count("wgmma.mma_async"),
+        register_a=len(re.findall(r"wgmma.mma_async[^;]*\}, *\{", out.asm["ptx"])),
+        instructions=instructions,
+        looped=looped,
+    )
+
+
+def _source(specimen: Specimen) -> Any:
+    kernel = specimen.kernel
+    while hasattr(kernel, "fn") and not hasattr(kernel, "arg_names"):
+        kernel = kernel.fn
+    unknown = set(kernel.arg_names) ^ (set(specimen.signature) | set(specimen.constexprs))
+    if unknown:
+        raise ValueError(f"specimen {specimen.name}: arguments {sorted(unknown)} are not both in the kernel and here")
+    signature = {name: specimen.signature.get(name, "constexpr") for name in kernel.arg_names}
+    places = [(kernel.arg_names.index(name),) for name in specimen.divisible if name in specimen.signature]
+    attrs = {place: [["tt.divisibility", 16]] for place in places}
+    if type(kernel).__name__ == "GluonJITFunction":
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource(kernel, signature, specimen.constexprs, attrs)
+    from triton.compiler import ASTSource
+
+    return ASTSource(kernel, signature, specimen.constexprs, attrs)
+
+
+def _disassemble(cubin: bytes) -> tuple[str, str]:
+    """Resource usage and machine code, by the tools inside Triton's wheel."""
+    import triton
+
+    tools = Path(str(triton.__file__)).parent / "backends" / "nvidia" / "bin"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        commands = ([tools / "cuobjdump", "--dump-resource-usage", path], [tools / "nvdisasm", "-c", path])
+        texts = [subprocess.run(c, check=True, capture_output=True, text=True).stdout for c in commands]
+    return texts[0], texts[1]
+
+
+def _used(kind: str, usage: str) -> int:
+    return max((int(n) for n in re.findall(rf"\b{kind}:(\d+)", usage)), default=0)
+
+
+def _count(sass: str) -> tuple[int, int]:
+    """Instructions, and how many of them lie between a label and a later branch back to it."""
+    labels: dict[str, int] = {}
+    spans: list[tuple[int, int]] = []
+    count = 0
+    for line in sass.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line.strip()):
+            labels[label[1]] = count
+        elif instruction := re.match(r"/\*[0-9a-f]{4,}\*/\s+(.*)", line.strip()):
+            target = re.search(r"\bBRA\b.*?`\((\.L_x_\d+)\)", instruction[1])
+            if target and target[1] in labels and labels[target[1]] < count:
+                spans.append((labels[target[1]], count))
+            count += "NOP" not in instruction[1]
+    looped = {i for start, end in spans for i in range(start, end + 1)}
+    return count, len(looped)
+
+
+def violations(specimen: Specimen, build: Build) -> list[str]:
+    """What a build breaks of its specimen's limits, in words."""
+    found = []
+    if build.spills > specimen.max_spill_bytes:
+        found.append(f"{build.name}: {build.spills} bytes spilled a thread, at most {specimen.max_spill_bytes}")
+    if build.shared > SHARED_LIMIT:
+        found.append(f"{build.name}: {build.shared} bytes of shared memory, at most {SHARED_LIMIT}")
+    if specimen.want_wgmma and build.wgmma == 0:
+        found.append(f"{build.name}: no wgmma instruction")
+    return found
+
+
+def ops_with_specimens() -> list[str]:
+    return sorted(path.parent.name for path in Path(__file__).parent.glob("*/specimens.py"))
+
+
+def specimens_of(op: str) -> list[Specimen]:
+    module = importlib.import_module(f"rille.ops.{op}.specimens")
+    return list(module.SPECIMENS) if hasattr(module, "SPECIMENS") else module.specimens()
+
+
+COLUMNS = "warps regs spill shared wgmma A-reg instr loops"
+HEADER = f"{'kernel':<44} " + " ".join(f"{name:>6}" for name in COLUMNS.split())
+
+
+def line_of(build: Build) -> str:
+    return f"{build.name:<44} " + " ".join(f"{value:>6}" for value in build[1:])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m rille.ops.ahead", description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--op", action="append", help="folder of rille/ops; all that have specimens by default")
+    parser.add_argument("--only", default="", help="only specimens with this word in their name")
+    parser.add_argument("--sass", type=Path, help="write machine code, PTX and TTGIR of each specimen here")
+    options = parser.parse_args(arguments)
+    print(HEADER)
+    broken = []
+    for op in options.op or ops_with_specimens():
+        for specimen in specimens_of(op):
+            if options.only in specimen.name:
+                build = compile_specimen(specimen, options.sass)
+                print(line_of(build), flush=True)
+                broken += violations(specimen, build)
+    print(*broken, sep="\n", end="\n" if broken else "")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
