@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-BINS = 1000
+# The report uses 1000. Rare experts have their whole share of tokens within a few such bins: at 896 experts, top-16 and 20,000 tokens
+# 1000 bins leave a load violation of 0.12 to 0.13 after five updates, 2000 leave 0.11, 4000 leave 0.09 (exact quantile: 0.04 to 0.07).
+BINS = 4000
 
 
 @dataclass(eq=False)
