@@ -179,14 +179,16 @@ def test_damaged_corpus_is_refused(config: DataConfig, tmp_path: Path):
         load_corpus(tmp_path / "corpus")
 
 
-def test_tokenizer_sample_is_cut_and_noted(config: DataConfig, tmp_path: Path):
+def test_tokenizer_sample_is_noted_and_does_not_follow_the_order(config: DataConfig, tmp_path: Path):
     config = replace(config, tokenizer_bytes=1000)
     corpus, notes = prepare(config, tmp_path / "corpus")
     assert notes[0].startswith("tokenizer: trained on 1,000 of ")
-    assert (
-        corpus.tokenizer.to_json()
-        != prepare(replace(config, tokenizer_bytes=10**6), tmp_path / "all")[0].tokenizer.to_json()
-    )
+    everything, _ = prepare(replace(config, tokenizer_bytes=10**6), tmp_path / "all")
+    assert corpus.tokenizer.to_json() != everything.tokenizer.to_json()
+    source = Path(config.path or "")
+    source.write_text("\n".join(reversed(source.read_text().splitlines())))
+    backwards, _ = prepare(config, tmp_path / "backwards")
+    assert backwards.tokenizer.to_json() == corpus.tokenizer.to_json()
 
 
 def test_head_is_a_prefix(config: DataConfig, tmp_path: Path):

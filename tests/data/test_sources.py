@@ -178,7 +178,12 @@ def test_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"", "is empty"), (b"ab\0c", "not text (a zero byte at offset 2)"), (b"ab\xff", "byte 0xff at offset 2")],
+    [
+        (b"", "is empty"),
+        (b"ab\0c", "not text (a zero byte at offset 2)"),
+        (b"ab\xff", "byte 0xff at offset 2"),
+        ("aé".encode()[:-1], "byte 0xc3 at offset 1"),  # ends inside a character
+    ],
 )
 def test_file_that_is_not_text(tmp_path: Path, content: bytes, message: str):
     (tmp_path / "t.txt").write_bytes(content)
