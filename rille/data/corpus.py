@@ -178,7 +178,7 @@ def _request(config: DataConfig, tokenizer: Tokenizer | None) -> dict:
     request["path"] = str(Path(config.path).resolve()) if config.path is not None else None
     if tokenizer is not None:
         request["vocab_size"] = tokenizer.vocab_size
-        request["tokenizer"] = hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
+        request["tokenizer"] = tokenizer.digest()
     return request
 
 

@@ -122,16 +122,21 @@ def _up_to(documents: Iterable[Document], max_bytes: int, note: Note) -> Iterato
 def _read_library(max_bytes: int | None, skipped: Counter[str]) -> Iterator[Document]:
     root = Path(sysconfig.get_path("stdlib"))
     label = "python-" + ".".join(map(str, sys.version_info[:3]))
-    return _read_files(root, label, _library_sources(root), max_bytes, skipped)
+    return _read_files(root, label, _library_sources(root, skipped), max_bytes, skipped)
 
 
-def _library_sources(root: Path) -> list[Path]:
+def _library_sources(root: Path, skipped: Counter[str]) -> list[Path]:
     files = []
-    for folder, subfolders, names in os.walk(root):
+    for folder, subfolders, names in os.walk(root, onerror=_raise):
         subfolders[:] = [name for name in subfolders if name not in _LIBRARY_SKIPS]
-        files += [Path(folder, name) for name in names if name.endswith(".py")]
-    kept = [file for file in files if not file.relative_to(root).as_posix().startswith(_LIBRARY_TABLES)]
-    return _sorted(kept, root)
+        for file in (Path(folder, name) for name in names if name.endswith(".py")):
+            if file.relative_to(root).as_posix().startswith(_LIBRARY_TABLES):
+                continue
+            elif file.is_file():
+                files.append(file)
+            else:
+                skipped["not a regular file"] += 1
+    return _sorted(files, root)
 
 
 def _sorted(files: list[Path], root: Path) -> list[Path]:
