@@ -14,14 +14,18 @@ from torch import Tensor
 
 
 def attn_res(sources_ND: Sequence[Tensor], query_D: Tensor, gain_D: Tensor, eps: float) -> Tensor:
-    weights_NR = attn_res_weights(sources_ND, query_D, gain_D, eps)
-    stacked_RND = torch.stack([source_ND.to(weights_NR.dtype) for source_ND in sources_ND])
-    return torch.einsum("nr,rnd->nd", weights_NR, stacked_RND).to(sources_ND[0].dtype)
+    weights_NR, stacked_NRD = _weigh(sources_ND, query_D, gain_D, eps)
+    return torch.einsum("nr,nrd->nd", weights_NR, stacked_NRD).to(sources_ND[0].dtype)
 
 
 def attn_res_weights(sources_ND: Sequence[Tensor], query_D: Tensor, gain_D: Tensor, eps: float) -> Tensor:
+    return _weigh(sources_ND, query_D, gain_D, eps)[0]
+
+
+def _weigh(sources_ND: Sequence[Tensor], query_D: Tensor, gain_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The softmax weights [N, R] and the sources [N, R, D] side by side, as the release stacks them."""
     wide = torch.promote_types(sources_ND[0].dtype, torch.float32)
-    stacked_RND = torch.stack([source_ND.to(wide) for source_ND in sources_ND])
-    normed_RND = stacked_RND * torch.rsqrt(stacked_RND.square().mean(-1, keepdim=True) + eps)
-    scores_RN = (normed_RND * (gain_D.to(wide) * query_D.to(wide))).sum(-1)
-    return torch.softmax(scores_RN, dim=0).T
+    stacked_NRD = torch.stack([source_ND.to(wide) for source_ND in sources_ND], dim=1)
+    normed_NRD = stacked_NRD * torch.rsqrt(stacked_NRD.square().mean(-1, keepdim=True) + eps)
+    scores_NR = (normed_NRD * (gain_D.to(wide) * query_D.to(wide))).sum(-1)
+    return torch.softmax(scores_NR, dim=1), stacked_NRD

@@ -8,7 +8,7 @@ where x before a sequence's first row is its tail, or zeros.
 Source: Kimi K3 report section 2.1.1; W = 4 there, fp32 throughout, no bias.
 
 To give every row W - 1 rows before it, the tail of each sequence is laid in front of its rows; a stream of
-E = N + S (W-1) rows results, and the whole convolution is W shifted products over it. Rows that belong to a tail are
+E = N + S (W-1) rows results, and one convolution runs over it. Rows that belong to a tail are
 computed too and then left out.
 
 Suffixes: N packed tokens, S sequences, C channels, W taps, P = W - 1 inputs before the current one, E rows of the
@@ -34,12 +34,12 @@ def short_conv(x_NC: Tensor, weight_CW: Tensor, packing: Packing, tail_SPC: Tens
     tail_row_SP = packing.starts[:-1, None].long() + ahead_SP
     row_N = torch.arange(x_NC.shape[0], device=x_NC.device) + (packing.sequence_of + 1) * (W - 1)
 
-    stream_EC = x_NC.new_zeros(x_NC.shape[0] + S * (W - 1), C, dtype=dtype)
+    rows = x_NC.shape[0] + S * (W - 1) + W  # W more than needed: no input is too short for the convolution
+    stream_EC = x_NC.new_zeros(rows, C, dtype=dtype)
     stream_EC = stream_EC.index_copy(0, tail_row_SP.flatten(), tail_SPC.to(dtype).flatten(0, 1))
     stream_EC = stream_EC.index_copy(0, row_N, x_NC.to(dtype))
 
-    outputs = stream_EC.shape[0] - (W - 1)
-    products = [stream_EC[tap : tap + outputs] * weight_CW[:, tap].to(dtype) for tap in range(W)]
-    y_NC = F.silu(sum(products[1:], products[0]).index_select(0, row_N - (W - 1)))
+    y_EC = F.conv1d(stream_EC.T[None], weight_CW[:, None].to(dtype), groups=C)[0].T
+    y_NC = F.silu(y_EC.index_select(0, row_N - (W - 1)))
     final_SPC = stream_EC[packing.starts[1:, None].long() + ahead_SP]
     return y_NC.to(x_NC.dtype), final_SPC.to(tail_SPC.dtype)
