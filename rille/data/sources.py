@@ -132,7 +132,7 @@ def _library_sources(root: Path, skipped: Counter[str]) -> list[Path]:
         for file in (Path(folder, name) for name in names if name.endswith(".py")):
             if file.relative_to(root).as_posix().startswith(_LIBRARY_TABLES):
                 continue
-            elif file.is_file():
+            if file.is_file():
                 files.append(file)
             else:
                 skipped["not a regular file"] += 1
