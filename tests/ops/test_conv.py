@@ -100,7 +100,7 @@ def test_nan_stays_in_its_sequence() -> None:
         x, weight, tail = draw(lengths, 4)
         x[~well_N] += poison
         tail[sick] += poison
-        x.requires_grad_(), tail.requires_grad_()
+        x, tail = x.requires_grad_(), tail.requires_grad_()
         y, final = short_conv(x, weight, packing, tail)
         assert final is not None
         x_grad, tail_grad = torch.autograd.grad(y[well_N].sum() + final[well].sum(), [x, tail])

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rille.ops.kda import Gate, PooledState, kda
+from rille.ops.kda.chunk import inverse_of_unit_lower
 from rille.packing import Packing
 
 PACKED = (1, 15, 16, 17, 63, 64, 65, 0, 1000)
@@ -181,6 +182,18 @@ def test_repeated_keys_with_weak_decay_and_full_writes(spread: float, bound: flo
     inputs = draw_gated(torch.tensor(-12.0))
     keys = inputs.k[:1] + spread * inputs.k
     assert_chunk_holds_fp32(replace(inputs, k=keys, b=torch.full_like(inputs.b, 12.0)), (200, 65), bound)
+
+
+def test_inverse_and_its_gradient() -> None:
+    """Of I + L, L the part of the argument below the diagonal."""
+    argument = torch.randn(3, 2, 64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) / 4
+    weight, results = argument.flip(-1), []
+    for invert in (inverse_of_unit_lower, lambda x: torch.linalg.inv(torch.eye(64) + x.tril(-1))):
+        leaf = argument.clone().requires_grad_()
+        inverse = invert(leaf)
+        results.append([inverse, *torch.autograd.grad((inverse * weight).sum(), leaf)])
+    for got, want in zip(*results, strict=True):
+        assert distance(got, want) <= 1e-12 * want.norm().item()
 
 
 def test_zero_keys() -> None:

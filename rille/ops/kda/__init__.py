@@ -29,22 +29,24 @@ def kda(
     *,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gated delta rule with a decay for each channel, over each sequence of a packed batch (`reference.py` states the
-    equations).
+    """Gated delta rule with a decay for each channel, over each sequence of a batch (`reference.py`: the equations).
 
-    q, k [N, H, K], v [N, H, V]: after convolution and SiLU, not normalised; the op normalises q and k and scales q by
-    K^-0.5. z [N, H, K]: decay logits as projected, without dt_bias. b [N, H]: logits of the write strength beta =
-    sigmoid(b). gate: parameters of the decay. state: the state before the first token of each sequence: zeros (None), a
-    differentiable tensor [S, H, V, K], or a `PooledState`, which is read and overwritten in place whatever the
-    packing's history says. backend: "reference" (token by token) or "chunk" (blocks of 64); by default the first for
-    batches whose longest sequence has at most 4 tokens, else the second.
+    q, k [N, H, K], v [N, H, V]: after convolution and SiLU, not normalised: the op normalises q and k and scales q by
+        K^-0.5.
+    z [N, H, K]: decay logits as projected, without dt_bias. b [N, H]: logits of the write strength, beta = sigmoid(b).
+    gate: parameters of the decay.
+    state: what each sequence starts from: zeros (None), a differentiable tensor [S, H, V, K], or a `PooledState`, which
+        is read and overwritten in place. It is read whatever the packing's history says: whoever owns it clears it.
+    backend: "reference" (token by token) or "chunk" (blocks of 64). By default the first for batches whose longest
+        sequence has at most 4 tokens, else the second.
 
-    Returns o [N, H, V] in v's dtype and the final states [S, H, V, K] in fp32 (a sequence without tokens keeps its
-    state), or None with a pool. All arithmetic is fp32; float64 if an input is. Differentiable in every tensor but a
-    pool.
+    Returns o [N, H, V] in v's dtype, and the final states [S, H, V, K] in fp32 or None with a pool. A sequence without
+    tokens keeps its state. Arithmetic and states are fp32, float64 if q, k, v, z or b is. Differentiable in every
+    tensor but a pool.
 
-    Raises ValueError for shapes that do not fit, an unknown backend, and with "chunk" for a lower bound below -5
-    (`chunk.py` says why). Source: Kimi K3 report section 2.1.1; Kimi Linear report, arXiv 2510.26692.
+    Raises ValueError for shapes that do not fit, for an unknown backend, and in "chunk" for a lower bound below -5
+    (README.md says why).
+    Source: Kimi K3 report section 2.1.1; Kimi Linear report, arXiv 2510.26692.
     """
     check(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, packing, state)
     if backend is None:

@@ -16,7 +16,7 @@ from rille.packing import Packing
 
 @dataclass(frozen=True, eq=False)
 class Gate:
-    """Parameters of the decay (report section 2.1.1). With x = z + dt_bias, the log-decay of a channel and token is
+    """Parameters of the decay (report Eq. 5). With x = z + dt_bias, the log-decay of a channel and token is
 
         g = lower_bound * sigmoid(exp(A_log) * x)      lower_bound < 0 (K3: -5), so g in (lower_bound, 0)
         g = -exp(A_log) * softplus(x)                  lower_bound None (Kimi Linear), so g in (-inf, 0)

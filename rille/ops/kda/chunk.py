@@ -181,7 +181,7 @@ class AnchoredHalves:
 
 class _AnchoredProduct(torch.autograd.Function):
     """P = (r 2^x) (k 2^-x)^T. Backward brings the gradient to magnitude 1 before 2^115 meets it, where plain autograd
-    overflows for gradients above some 1,000 under a saturated gate.
+    turns gradients of 1e6 into NaN under a saturated gate.
     """
 
     @staticmethod

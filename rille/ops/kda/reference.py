@@ -1,5 +1,4 @@
-"""Kimi Delta Attention, literally: the recurrence that every other form must agree with (`kda` below is the
-definition).
+"""Kimi Delta Attention, literally: the recurrence that every other form must agree with. `kda` below is the definition.
 
 For each head, with a state S [K, V] that starts at S_0, and for each token in turn:
 
@@ -11,8 +10,9 @@ For each head, with a state S [K, V] that starts at S_0, and for each token in t
     S <- S + beta k u^T             write it
     o  = S^T q                      read the updated state
 
-Source: Kimi K3 report section 2.1.1, Kimi Linear report (arXiv 2510.26692) Eq. 1. The state is stored value-first, [V,
-K], as in the released cache: a transposed state has the same norm and gives silently wrong text.
+Source: Kimi K3 report section 2.1.1, Eq. 1, 2 and 5 (without the scale of q, which the released model has); Kimi Linear
+report, arXiv 2510.26692. The state is stored value-first, [V, K], as in the released cache: a transposed state has the
+same norm and gives silently wrong text.
 
 Suffixes: N packed tokens, S sequences, A sequences still active, H heads, K key channels, V value channels.
 """
