@@ -24,6 +24,7 @@ class ChunkMap:
 
     rows_MC int64: token of each row, 0 where there is none. mask_MC bool: which rows hold a token. sequence_M, order_M int64: the
     chunk's sequence and its place in it. first_S int64: the sequence's first chunk. per_sequence: chunks of each sequence, on the host.
+    spans_M2 int32: the chunk's first token and its number of tokens, all that a kernel needs to find its rows.
     """
 
     size: int
@@ -33,6 +34,7 @@ class ChunkMap:
     order: Tensor
     first: Tensor
     per_sequence: tuple[int, ...]
+    spans: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +94,12 @@ class Packing:
         offsets = [np.arange(before, before + n) for n, before in zip(self.lengths, self.consumed, strict=True)]
         return torch.from_numpy(np.concatenate([*offsets, np.empty(0)]).astype(np.int64)).to(self.device)
 
+    @cached_property
+    def longest_first(self) -> Tensor:
+        """int32 [S]: the sequences by falling length, the order in which a kernel best starts on them."""
+        order = np.argsort(-np.array(self.lengths, dtype=np.int64), kind="stable").astype(np.int32)
+        return torch.from_numpy(order).to(self.device)
+
     def chunks(self, size: int) -> ChunkMap:
         """The chunk map for chunks of `size` rows; built once, then remembered."""
         if size not in self._chunks:
@@ -107,5 +115,7 @@ class Packing:
         inside_MC = order[:, None] * size + np.arange(size)
         mask_MC = inside_MC < lengths[sequence][:, None]
         rows_MC = np.where(mask_MC, starts[sequence][:, None] + inside_MC, 0)
-        tensors = [torch.from_numpy(a).to(self.device) for a in (rows_MC, mask_MC, sequence, order, first)]
-        return ChunkMap(size, *tensors, per_sequence)
+        spans_M2 = np.stack([rows_MC[:, 0], mask_MC.sum(1)], 1).astype(np.int32)
+        arrays = (rows_MC, mask_MC, sequence, order, first, spans_M2)
+        *tensors, spans = (torch.from_numpy(a).to(self.device) for a in arrays)
+        return ChunkMap(size, *tensors, per_sequence, spans)
