@@ -229,7 +229,7 @@ def test_smallest_text_works(tmp_path: Path):
         {"batch_tokens": -1},
         {"tokenizer_bytes": 0},
         {"max_bytes": 0},
-        {"vocab_size": 256},
+        {"vocab_size": 264},
         {"held_out": 0.0},
         {"held_out": 0.6},
         {"held_out": float("nan")},

@@ -3,6 +3,7 @@
 `reference.py` is the definition, `chunk.py` the blocked form; README.md derives the second from the first.
 """
 
+import torch
 from torch import Tensor
 
 from rille.ops.kda import chunk, reference
@@ -15,6 +16,8 @@ BACKENDS: dict[str, Kda] = {"reference": with_pool(reference.kda), "chunk": with
 
 # A chunk costs as much for one token as for 64: up to here the recurrence takes fewer steps than the blocked form.
 LONGEST_FOR_RECURRENCE = 4
+# Without gradients the definition itself serves whatever fits one chunk: prompts and continuations of that size are never slow.
+LONGEST_WITHOUT_GRADIENT = 64
 
 
 def kda(
@@ -50,7 +53,8 @@ def kda(
     """
     check(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, packing, state)
     if backend is None:
-        backend = "reference" if packing.longest <= LONGEST_FOR_RECURRENCE else "chunk"
+        longest = LONGEST_FOR_RECURRENCE if torch.is_grad_enabled() else LONGEST_WITHOUT_GRADIENT
+        backend = "reference" if packing.longest <= longest else "chunk"
     if backend not in BACKENDS:
         raise ValueError(f"kda: unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
     return BACKENDS[backend](q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, packing, state)
