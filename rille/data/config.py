@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rille.text.vocabulary import CHAT_SPECIALS, END_OF_TEXT
+
+SMALLEST_VOCABULARY = 256 + len((END_OF_TEXT, *CHAT_SPECIALS))
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -39,8 +43,9 @@ class DataConfig:
                 raise ValueError(f"data.{name} is {getattr(self, name)}; it must be at least 1")
         if self.max_bytes is not None and self.max_bytes < 1:
             raise ValueError(f"data.max_bytes is {self.max_bytes}; it must be at least 1, or none for all text")
-        if self.vocab_size < 257:
-            raise ValueError(f"data.vocab_size is {self.vocab_size}; 256 bytes and the end of text need at least 257")
+        if self.vocab_size < SMALLEST_VOCABULARY:
+            least = f"256 bytes and the special tokens need at least {SMALLEST_VOCABULARY}"
+            raise ValueError(f"data.vocab_size is {self.vocab_size}; {least}")
         if not 0 < self.held_out <= 0.5:
             raise ValueError(f"data.held_out is {self.held_out}; it must be above 0 and at most 0.5")
         if self.seed < 0:
