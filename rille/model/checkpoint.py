@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rille.model.config import K3Config
@@ -24,7 +23,7 @@ from rille.model.model import K3
 from rille.model.moe import ExpertWeights
 from rille.model.names import VISION_PREFIXES, Entry, parameter_table
 from rille.model.publish import publishing
-from rille.model.shards import INDEX, CheckpointError, ShardReader, Stored, read_headers, reading, shorten
+from rille.model.shards import INDEX, CheckpointError, ShardReader, Stored, read_headers, reading, save_shard, shorten
 from rille.ops.mx import dequantise_mxfp4, quantise_mxfp4
 
 Experts = Literal["keep", "bf16", "mxfp4"]
@@ -238,7 +237,7 @@ def _write_shards(model: K3, directory: Path, experts: Experts, dtype: torch.dty
     total = 0
     for shard in _shards(model, experts, dtype):
         file = directory / f"shard-{len(places)}"
-        save_file(shard, file, metadata={"format": "pt"})
+        save_shard(shard, file)
         places.append((list(shard), file))
         total += sum(t.nbytes for t in shard.values())
     weight_map: dict[str, str] = {}

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
@@ -115,3 +116,11 @@ def shorten(names: list[str], most: int = 8) -> str:
     """A list for a message: the first few names, and how many more."""
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + rest
+
+
+def save_shard(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write one safetensors file. Raises OSError where the disk is full or cannot be written."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path}: {error}") from error

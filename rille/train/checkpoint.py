@@ -1,0 +1,105 @@
+"""Checkpoints of a run: an official checkpoint that anything can load, and beside it what training needs to continue.
+
+    step-000200/    config.json, shards, index (bf16), tokenizer.json        the official layout
+                    training/state.safetensors    weights and optimiser state in fp32, random state
+                    training/state.json           step, place in the data, settings
+
+A directory appears whole or not at all (`publishing`). Continuing from it gives the losses, bit for bit on a CPU, that the
+run would have had.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rille.model.checkpoint import save_model
+from rille.model.locate import checkpoint_name, step_checkpoints
+from rille.model.publish import publishing
+from rille.model.shards import save_shard
+from rille.train.config import check_resumable, settings
+
+if TYPE_CHECKING:
+    from rille.train.loop import Run
+
+TENSORS, NUMBERS = Path("training", "state.safetensors"), Path("training", "state.json")
+
+
+def save_checkpoint(run: Run) -> Path:
+    """Write the checkpoint of the run's step, then remove the oldest ones beyond `keep`."""
+    out = Path(run.config.out)
+    path = out / "checkpoints" / checkpoint_name(run.step)
+    with publishing(path) as directory:
+        save_model(run.model, directory, tokenizer=run.tokenizer)
+        (directory / "training").mkdir()
+        save_shard(dict(_tensors(run)), directory / TENSORS)
+        numbers = {"step": run.step, "loader": run.loader.state(), "settings": settings(run.config)}
+        (directory / NUMBERS).write_text(json.dumps(numbers, indent=1), encoding="utf-8")
+    for _, old in step_checkpoints(out)[: -run.config.keep]:
+        shutil.rmtree(old)
+    return path
+
+
+def restore(run: Run, path: Path) -> None:
+    """Bring a run that has just been set up to where the checkpoint was taken.
+
+    Raises ValueError if the checkpoint has no training state, or is of a run with other settings.
+    """
+    numbers = read_numbers(path)
+    check_resumable(numbers["settings"], settings(run.config), str(path))
+    tensors = load_file(path / TENSORS)
+    with torch.no_grad():
+        for name, parameter in run.model.named_parameters():
+            parameter.copy_(tensors[f"model.{name}"])
+    run.model.prepare()
+    _restore_optimizer(run.optimizer, tensors)
+    torch.set_rng_state(tensors["random"])
+    run.loader.restore(numbers["loader"])
+    run.step = numbers["step"]
+
+
+def read_numbers(path: Path) -> dict[str, Any]:
+    """Step, place in the data and settings of a checkpoint."""
+    file = path / NUMBERS
+    if not file.is_file():
+        raise ValueError(f"{path} has no {NUMBERS}: it holds a model, not a run that can be continued")
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def remove_unfinished(out: Path) -> None:
+    """Delete what a killed run left of a checkpoint that it was writing."""
+    for partial in (*out.glob("checkpoints/.step-*"), *out.glob(".model.*")):
+        shutil.rmtree(partial)
+
+
+def _tensors(run: Run) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in run.model.named_parameters():
+        yield f"model.{name}", parameter.detach().contiguous()
+    for name, values in _optimizer_states(run.optimizer):
+        for key, value in values.items():
+            yield f"optimizer.{name}.{key}", value.contiguous()
+    yield "random", torch.get_rng_state()
+
+
+def _optimizer_states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """(parameter name, its state) for all parameters that have one."""
+    for group in optimizer.param_groups:
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            yield name, optimizer.state[parameter]
+
+
+def _restore_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+    state_dict = optimizer.state_dict()
+    for group in state_dict["param_groups"]:
+        for name, index in zip(group["param_names"], group["params"], strict=True):
+            prefix = f"optimizer.{name}."
+            state = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+            state_dict["state"][index] = state
+    optimizer.load_state_dict(state_dict)

@@ -1,0 +1,94 @@
+"""The settings of a training run. No torch here: the command line is made from these types."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from rille.data.config import DataConfig
+from rille.model.config import K3Config
+from rille.optim.config import OptimConfig
+
+# What may change when a run is resumed; everything else decides the numbers.
+FREE_ON_RESUME = ("out", "steps", "resume", "device", "eval_every", "eval_tokens", "checkpoint_every", "keep")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A pretraining run, from text to an official checkpoint. ValueError names any field that is out of range."""
+
+    out: str
+    """Directory of the run: metrics.jsonl, tensorboard, checkpoints, and model, the finished checkpoint."""
+
+    steps: int
+    """Updates of the weights in all, those before a resume included."""
+
+    resume: bool = False
+    """Continue the newest checkpoint in the directory; give the settings that the run was started with."""
+
+    seed: int = 0
+    """Initial weights."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the model is trained, in fp32."""
+
+    accumulate: int = 1
+    """Batches whose gradients are summed for one update."""
+
+    eval_every: int = 50
+    """Updates between two measurements of the held-out loss; there is one after the last update too."""
+
+    eval_tokens: int = 16_384
+    """Held-out tokens of a measurement (all of them where there are fewer)."""
+
+    checkpoint_every: int = 100
+    """Updates between two checkpoints; there is one after the last update too."""
+
+    keep: int = 2
+    """Checkpoints that are kept, the newest ones."""
+
+    data: DataConfig = DataConfig()
+    optim: OptimConfig = OptimConfig()
+    model: K3Config
+
+    def __post_init__(self):
+        for name in ("steps", "accumulate", "eval_every", "eval_tokens", "checkpoint_every", "keep"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.seed < 0:
+            raise ValueError(f"seed is {self.seed}; it must not be negative")
+        if not self.out:
+            raise ValueError("out is empty; name a directory for the run")
+        if self.data.vocab_size != self.model.vocab_size:
+            raise ValueError(
+                f"data.vocab_size is {self.data.vocab_size} and model.vocab_size {self.model.vocab_size}; the model "
+                "reads what the tokenizer writes: set both to the same number"
+            )
+
+
+def settings(config: TrainConfig) -> dict[str, Any]:
+    """The config as JSON can hold it, one dotted name a value: {"steps": 200, "optim.lr": 0.002, ...}."""
+    return dict(_flat(asdict(config), ""))
+
+
+def _flat(values: dict[str, Any], prefix: str) -> list[tuple[str, Any]]:
+    pairs: list[tuple[str, Any]] = []
+    for name, value in values.items():
+        if isinstance(value, dict) and name in ("data", "optim", "model"):
+            pairs += _flat(value, f"{name}.")
+        else:
+            pairs.append((prefix + name, list(value) if isinstance(value, tuple) else value))
+    return pairs
+
+
+def check_resumable(saved: dict[str, Any], now: dict[str, Any], place: str) -> None:
+    """Raise ValueError that lists the settings in which a run differs from its checkpoint.
+
+    The paths of run and text are free (a run may be moved; the corpus checks its own text).
+    """
+    free = {*FREE_ON_RESUME, "data.path"}
+    names = [name for name in {**saved, **now} if name not in free and saved.get(name) != now.get(name)]
+    if names:
+        listed = "; ".join(f"{name} {saved.get(name)}, now {now.get(name)}" for name in names[:8])
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        raise ValueError(f"{place} is of a run with other settings: {listed}{more}. Resume with the same, or give another out")

@@ -1,0 +1,108 @@
+"""Where a run's numbers go. A logger has one method; a run has as many loggers as it likes.
+
+    metrics.jsonl    one JSON object a step: step, loss, held_out_loss where measured, tokens_per_second, learning_rate,
+                     gradient_norm, expert_load_violation
+    tensorboard/     the same numbers as scalars
+    the terminal     a progress bar, or a line now and then where output is not a terminal
+
+Loss and held_out_loss are nats a token. gradient_norm is taken before clipping. expert_load_violation is max load / mean
+load - 1 of the worst layer: 0 is a perfect balance.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+METRICS = "metrics.jsonl"
+
+
+class Logger(Protocol):
+    """Takes the numbers of a step. It does not keep or change the dict."""
+
+    def log(self, step: int, values: dict[str, float]) -> None: ...
+
+
+def open_loggers(out: Path, step: int, steps: int, stack: ExitStack) -> list[Logger]:
+    """The loggers of a run that continues after `step`; `stack` closes them."""
+    console = Console(stderr=True)
+    progress = Bar(console, step, steps, stack) if console.is_terminal else Lines(console, steps)
+    return [JsonLines(out / METRICS, step), TensorBoard(out / "tensorboard", step, stack), progress]
+
+
+class JsonLines:
+    """One object a line; each is whole on disk before the next step. Rows after `step`, of a run that died, are cut off."""
+
+    def __init__(self, path: Path, step: int):
+        self.path = path
+        rows = [row for row in read_metrics(path) if row["step"] <= step]
+        partial = path.with_name(f"{path.name}.partial")
+        partial.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+        os.replace(partial, path)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(f"{json.dumps({'step': step, **values})}\n")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All rows; none if there is no file. A last line that was cut off by a kill is left out."""
+    lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else [""]
+    return [json.loads(line) for line in lines[:-1]]
+
+
+class TensorBoard:
+    """Scalars for `tensorboard --logdir`. The library is imported when the first run needs it."""
+
+    def __init__(self, directory: Path, step: int, stack: ExitStack):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(directory), purge_step=step + 1)
+        stack.callback(self.writer.close)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+
+
+class Bar:
+    """A progress bar on a terminal."""
+
+    def __init__(self, console: Console, step: int, steps: int, stack: ExitStack):
+        columns = (
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(),
+        )
+        self.progress = stack.enter_context(Progress(*columns, console=console))
+        self.task = self.progress.add_task("", total=steps, completed=step, numbers="")
+        self.held_out = ""
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        if "held_out_loss" in values:
+            self.held_out = f" · held-out {values['held_out_loss']:.3f}"
+        self.progress.update(self.task, completed=step, numbers=_short(values) + self.held_out)
+
+
+class Lines:
+    """A line for some twenty steps of a run and for each held-out loss, where there is no terminal to draw a bar on."""
+
+    def __init__(self, console: Console, steps: int):
+        self.console, self.steps, self.every = console, steps, max(1, steps // 20)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        if step % self.every == 0 or step in (1, self.steps) or "held_out_loss" in values:
+            held = f" · held-out {values['held_out_loss']:.3f}" if "held_out_loss" in values else ""
+            self.console.print(f"step {step}/{self.steps} · {_short(values)}{held}", highlight=False)
+
+
+def _short(values: dict[str, float]) -> str:
+    return f"loss {values['loss']:.3f} · {values['tokens_per_second']:,.0f} tokens/s"

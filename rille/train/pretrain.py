@@ -1,0 +1,134 @@
+"""Pretraining from set-up to summary; the loop itself is `loop.train`.
+
+    out/run.json         the settings            out/metrics.jsonl, out/tensorboard/    the numbers of each step
+    out/corpus/          the text as tokens      out/checkpoints/step-000200/           what a resume continues
+    out/model/           the finished model in the official layout, with its tokenizer
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from rille.data.corpus import Corpus, bits_per_byte, prepare_corpus, unigram_nats
+from rille.data.loader import Batch, Loader, held_out_batches
+from rille.model.checkpoint import save_model
+from rille.model.locate import step_checkpoints
+from rille.model.model import K3, new_model
+from rille.model.names import count_parameters, parameter_table
+from rille.optim.adamw import adamw
+from rille.train.checkpoint import read_numbers, remove_unfinished, restore
+from rille.train.config import TrainConfig, check_resumable, settings
+from rille.train.loop import Run, train
+from rille.train.metrics import METRICS, open_loggers, read_metrics
+from rille.train.stopping import stop_on_signals
+
+SETTINGS, CORPUS, MODEL = "run.json", "corpus", "model"
+
+
+def pretrain(config: TrainConfig) -> Path:
+    """Train, save the finished model and print what came of it; returns the model's directory.
+
+    Raises ValueError for settings or text that cannot be used and for a directory that holds another run, Interrupted after
+    a signal (saved), Diverged for numbers that are not finite, OSError where the machine fails.
+    """
+    out = Path(config.out)
+    newest = claim_directory(config, out)
+    corpus = prepare_corpus(config.data, out / CORPUS)
+    run = set_up(config, corpus)
+    if newest is not None:
+        restore(run, newest)
+        print(f"resuming after step {run.step} of {config.steps}: {newest}")
+    write_settings(config, out)
+    with ExitStack() as stack:
+        run.stop = stack.enter_context(stop_on_signals())
+        run.loggers = open_loggers(out, run.step, config.steps, stack)
+        train(run)
+        save_model(run.model, out / MODEL, tokenizer=run.tokenizer)
+    print(summary(config, corpus, out))
+    return out / MODEL
+
+
+def claim_directory(config: TrainConfig, out: Path) -> Path | None:
+    """The checkpoint to continue from, None to start at step 0.
+
+    Raises ValueError for a directory that holds a run without `resume`, for `resume` where there is none, and for a run with
+    other settings, before any work is done.
+    """
+    holds_run = (out / SETTINGS).exists()
+    if not config.resume:
+        if holds_run:
+            raise ValueError(f"{out} holds a run already: add --resume to continue it, or give another --out")
+        out.mkdir(parents=True, exist_ok=True)
+        return None
+    if not holds_run:
+        raise ValueError(f"{out} holds no run to resume; leave --resume out to start one")
+    remove_unfinished(out)
+    checkpoints = step_checkpoints(out)
+    if not checkpoints:
+        print(f"{out} holds no whole checkpoint yet: starting at step 0")
+        check_resumable(json.loads((out / SETTINGS).read_text(encoding="utf-8")), settings(config), str(out))
+        return None
+    step, newest = checkpoints[-1]
+    check_resumable(read_numbers(newest)["settings"], settings(config), str(newest))
+    if step > config.steps:
+        raise ValueError(f"{newest} is beyond the {config.steps} steps asked for; give --steps {step} or more")
+    return newest
+
+
+def write_settings(config: TrainConfig, out: Path) -> None:
+    text = json.dumps(settings(config), indent=1)
+    (out / SETTINGS).write_text(text, encoding="utf-8")
+
+
+def set_up(config: TrainConfig, corpus: Corpus) -> Run:
+    """A run at step 0: model, optimiser and the way through the text."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda: this machine has no CUDA device that torch can use; give --device cpu")
+    eos = corpus.tokenizer.eos_id
+    model = new_model(config.model.replace(bos_id=eos, eos_id=eos), device=config.device, seed=config.seed)
+    data = config.data
+    loader = Loader(corpus.train.tokens, corpus.train.boundaries, data.batch_tokens, data.sequence_length, data.seed)
+    optimizer = adamw(named_parameters(model), config.optim)
+    print(f"model: {count_parameters(config.model).total:,} parameters, {count_parameters(config.model).active:,} active")
+    return Run(config, model, optimizer, loader, held_out_measure(config, corpus), corpus.tokenizer)
+
+
+def named_parameters(model: K3) -> list[tuple[str, torch.nn.Parameter, str]]:
+    """(name, parameter, kind) from the parameter table: how the optimiser learns what each one is."""
+    kinds = {entry.parameter: entry.kind for entry in parameter_table(model.config)}
+    return [(name, parameter, kinds[name]) for name, parameter in model.named_parameters()]
+
+
+def held_out_measure(config: TrainConfig, corpus: Corpus) -> Callable[[], list[Batch]]:
+    """Gives the batches of a held-out measurement, the same ones each time."""
+    held, data = corpus.held_out.head(config.eval_tokens), config.data
+    return lambda: list(held_out_batches(held.tokens, held.boundaries, data.batch_tokens, data.sequence_length))
+
+
+def summary(config: TrainConfig, corpus: Corpus, out: Path) -> str:
+    """The end of a run for people: losses, the unigram model's on the same text, where things are, what to try next."""
+    rows = read_metrics(out / METRICS)
+    held = corpus.held_out.head(config.eval_tokens)
+    loss, unigram = rows[-1]["held_out_loss"], unigram_nats(corpus.train, held)
+    speed = sorted(row["tokens_per_second"] for row in rows)[len(rows) // 2]
+    place, runs = shlex.quote(str(out)), shlex.quote(str(out / "tensorboard"))
+    return "\n".join(
+        [
+            "",
+            f"loss        {rows[0]['loss']:.3f} at step {rows[0]['step']}, {rows[-1]['loss']:.3f} at step {rows[-1]['step']}"
+            f" (nats a token); {speed:,.0f} tokens/s",
+            f"held out    {loss:.3f} nats a token, {bits_per_byte(loss, held.bytes_per_token):.3f} bits a byte",
+            f"unigram     {unigram:.3f} nats a token with token frequencies alone: the model is {unigram - loss:.3f} below",
+            f"checkpoint  {out / MODEL} (official layout)",
+            "",
+            "try next",
+            f'  rille generate {place} --prompt "def "',
+            f"  tensorboard --logdir {runs}",
+        ]
+    )
