@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from rille.ops.attn_res import reference
+from rille.ops.attn_res import one_phase, reference
 
 
 def attn_res(sources: Sequence[Tensor], query: Tensor, gain: Tensor, eps: float) -> Tensor:
@@ -17,7 +17,7 @@ def attn_res(sources: Sequence[Tensor], query: Tensor, gain: Tensor, eps: float)
     Raises ValueError for no sources, or shapes and dtypes that differ.
     """
     _check(sources, query, gain)
-    return reference.attn_res(sources, query, gain, eps)
+    return one_phase.attn_res(sources, query, gain, eps)
 
 
 def attn_res_weights(sources: Sequence[Tensor], query: Tensor, gain: Tensor, eps: float) -> Tensor:

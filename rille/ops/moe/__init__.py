@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rille.ops.moe import grouped, reference
+from rille.ops.moe import grouped, reference, select
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ def route(scores: Tensor, bias: Tensor, top: int) -> Routing:
         raise ValueError(f"route: top {top} of {scores.shape[1]} experts")
     if bias.shape != scores.shape[1:]:
         raise ValueError(f"route: bias of shape {tuple(bias.shape)} for {scores.shape[1]} experts")
-    return Routing(*reference.route(scores, bias, top))
+    return Routing(*select.route(scores, bias, top))
 
 
 def route_weights(scores: Tensor, ids: Tensor, scale: float = 1.0, renormalise: bool = True) -> Tensor:
