@@ -1,0 +1,240 @@
+"""KDA while text is generated: one token a sequence (`kda_decode`), or several that may be taken back (`kda_verify`,
+`kda_commit`), from projected inputs to the layer's output before its last product, in one launch and in place.
+
+    x~ = silu(conv(qkv));  S <- (I - beta k k^T) diag(alpha) S + beta k v^T;  y = RMSNorm(S^T q) * weight * sigmoid(gate)
+
+A rejected draft token must leave no trace in the state, but storing a state for every draft token would cost k times
+the bytes of a step. So verify remembers what is small, the projected inputs, and the next call first replays those that
+were accepted: one read and one write of the state for both.
+
+    call n    replay accepted of n-1, store S and conv tail; run k new tokens, remember their inputs, discard their S
+
+Equations: `reference.py`, `conv/reference.py`, `norm/reference.py`; the composition: `decode_reference.py`; kernels:
+`decode_gluon.py` on a GPU, `decode_kernels.py` the twin that the interpreter runs. Replay after Kimi K3 report section
+5.
+
+Suffixes: B rows of the batch, T tokens of a row, H heads, K key channels, V value channels, C = 2HK + HV channels of
+the convolution, W its taps, P remembered tokens of a slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from rille.ops.kda import decode_reference
+from rille.ops.kda.arguments import Gate
+
+BACKENDS = ("gluon", "triton", "reference")
+
+
+@dataclass(frozen=True, eq=False)
+class Projected:
+    """What the layer's input projections gave, one dtype: qkv [B, C] (q, then k, then v), z [B, H K] (decay logits
+    without dt_bias), b [B, H] (logits of beta), gate [B, H V] (raw). Verify takes [B, T, .]. Rows may lie apart, the
+    rest is dense."""
+
+    qkv: Tensor
+    z: Tensor
+    b: Tensor
+    gate: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeLayer:
+    """Parameters of one layer: conv_weight fp32 [C, W] (the current token's tap last), gate (of the decay), norm_weight
+    fp32 [V] and eps of the output norm."""
+
+    conv_weight: Tensor
+    gate: Gate
+    norm_weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, eq=False)
+class Remembered:
+    """Inputs of each slot's last verify call: qkv [slots, P, C], z [slots, P, H K], b [slots, P, H], dense."""
+
+    qkv: Tensor
+    z: Tensor
+    b: Tensor
+
+    @classmethod
+    def new(cls, slots: int, tokens: int, layer: DecodeLayer, dtype: torch.dtype) -> Remembered:
+        """Room for `tokens` tokens of each slot; nothing need be cleared."""
+        H, K = layer.gate.dt_bias.shape
+        shapes = [(slots, tokens, n) for n in (layer.conv_weight.shape[0], H * K, H)]
+        return cls(*(torch.empty(shape, dtype=dtype, device=layer.conv_weight.device) for shape in shapes))
+
+
+@dataclass(frozen=True, eq=False)
+class Pools:
+    """What the layer remembers of each slot: states fp32 [slots, H, V, K] and tails [slots, W-1, C] (oldest first, dtype
+    of the inputs), axis 0 of either with any stride; `past` where verify is used."""
+
+    states: Tensor
+    tails: Tensor
+    past: Remembered | None = None
+
+
+def kda_decode(
+    inputs: Projected, layer: DecodeLayer, pools: Pools, slots_B: Tensor, *, backend: str | None = None
+) -> Tensor:
+    """One token of each row; states and tails of the named slots move on by it, in place.
+
+    slots int32 or int64 [B]: slot of each row, all different; negative: the row is idle, its output is 0. Returns y
+    [B, H V] in the inputs' dtype. All arithmetic is fp32 except that q, k, v and o are rounded to the inputs' dtype, as
+    in the ops this is made of. No wait on the device, and the same launch for any slots: CUDA graphs may hold it.
+    backend: one of `BACKENDS`, by default what `choose_backend` says. Raises ValueError for shapes or dtypes that do
+    not fit and for a backend that cannot run. Kimi K3 report section 2.1.1.
+    """
+    check(inputs, layer, pools, slots_B, inputs.qkv.shape[:-1])
+    name = settle(backend, inputs.qkv, layer)
+    if name == "reference":
+        return decode_reference.kda_decode(inputs, layer, pools, slots_B)
+    from rille.ops.kda import decode_launch
+
+    return decode_launch.decode(inputs, layer, pools, slots_B, name)
+
+
+def kda_verify(
+    inputs: Projected,
+    layer: DecodeLayer,
+    pools: Pools,
+    slots_B: Tensor,
+    accepted_B: Tensor,
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """Commit the first `accepted` remembered tokens of each row, then run T new ones without storing where they lead.
+
+    inputs [B, T, .] with 1 <= T <= P. accepted int [B], on the inputs' device: how many tokens of the slot's last
+    verify call came true, 0 where there was none (clamped to [0, P]). After the call states and tails stand after the
+    accepted tokens, `pools.past` holds the T new inputs. Returns y [B, T, H V]: of every new token what single steps
+    would give, bit for bit. A row with a negative slot is idle. Raises as `kda_decode`, and without `pools.past`.
+    """
+    B, T = inputs.qkv.shape[:2]
+    check(inputs, layer, pools, slots_B, (B, T))
+    check_past(layer, pools, accepted_B, B, T, inputs.qkv.dtype)
+    name = settle(backend, inputs.qkv, layer)
+    if name == "reference":
+        return decode_reference.kda_verify(inputs, layer, pools, slots_B, accepted_B)
+    from rille.ops.kda import decode_launch
+
+    return decode_launch.verify(inputs, layer, pools, slots_B, accepted_B, name)
+
+
+def kda_commit(
+    layer: DecodeLayer, pools: Pools, slots_B: Tensor, accepted_B: Tensor, *, backend: str | None = None
+) -> None:
+    """The first half of `kda_verify` alone: states and tails move on by the accepted tokens, before the slot is decoded
+    or copied."""
+    (B,) = slots_B.shape
+    check_past(layer, pools, accepted_B, B, 0, pools.tails.dtype)
+    assert pools.past is not None
+    none = pools.past.qkv.new_empty(B, 0, 0)
+    H, K = layer.gate.dt_bias.shape
+    V = layer.norm_weight.shape[0]
+    shapes = (layer.conv_weight.shape[0], H * K, H, H * V)
+    inputs = Projected(*(none.new_empty(B, 0, width) for width in shapes))
+    name = settle(backend, pools.past.qkv, layer)
+    if name == "reference":
+        decode_reference.kda_verify(inputs, layer, pools, slots_B, accepted_B)
+        return
+    from rille.ops.kda import decode_launch
+
+    decode_launch.verify(inputs, layer, pools, slots_B, accepted_B, name)
+
+
+def choose_backend(qkv: Tensor, layer: DecodeLayer) -> tuple[str, str]:
+    """The backend for these inputs and, in words, why."""
+    reason = obstacle("gluon", qkv, layer)
+    if reason is None:
+        return "gluon", "CUDA tensors of a supported shape"
+    return "reference", reason
+
+
+def obstacle(name: str, qkv: Tensor, layer: DecodeLayer) -> str | None:
+    """Why the kernels of this name cannot run, or None."""
+    (_, K), V, W = layer.gate.dt_bias.shape, layer.norm_weight.shape[0], layer.conv_weight.shape[1]
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if qkv.device.type != "cuda" and not (name == "triton" and interpreting()):
+        return f"the tensors are on {qkv.device.type}"
+    if qkv.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"the kernels take bf16, fp16 or fp32, not {qkv.dtype}"
+    if any(n & (n - 1) or not 16 <= n <= 256 for n in (K, V)):
+        return f"K {K} and V {V} must be powers of two from 16 to 256"
+    if K * V > 128 * 256:
+        return f"a state of {V} x {K} does not fit the registers of one program"
+    if W > 4:
+        return f"the kernels know at most 4 taps, the convolution has {W}"
+    return None
+
+
+def interpreting() -> bool:
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def settle(backend: str | None, qkv: Tensor, layer: DecodeLayer) -> str:
+    if backend is None:
+        return choose_backend(qkv, layer)[0]
+    if backend not in BACKENDS:
+        raise ValueError(f"kda decode: unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
+    reason = None if backend == "reference" else obstacle(backend, qkv, layer)
+    if reason is not None:
+        raise ValueError(f"kda decode: backend {backend!r} cannot run: {reason}")
+    return backend
+
+
+def check(inputs: Projected, layer: DecodeLayer, pools: Pools, slots_B: Tensor, lead: tuple[int, ...]) -> None:
+    """Raise ValueError with both shapes where one does not fit the layer's H, K, V and W."""
+    (H, K), (C, W), V = layer.gate.dt_bias.shape, layer.conv_weight.shape, layer.norm_weight.shape[0]
+    slots = pools.states.shape[0]
+    expected = {
+        "conv_weight": (layer.conv_weight, (2 * H * K + H * V, W)),
+        "qkv": (inputs.qkv, (*lead, C)),
+        "z": (inputs.z, (*lead, H * K)),
+        "b": (inputs.b, (*lead, H)),
+        "gate": (inputs.gate, (*lead, H * V)),
+        "states": (pools.states, (slots, H, V, K)),
+        "tails": (pools.tails, (slots, W - 1, C)),
+        "slots": (slots_B, (lead[0],)),
+    }
+    same = (inputs.z, inputs.b, inputs.gate, pools.tails)
+    refuse(expected, {x.dtype for x in same} == {inputs.qkv.dtype}, "qkv, z, b, gate and tails")
+    if layer.gate.A_log.shape[0] < H:
+        raise ValueError(f"kda decode: A_log has {layer.gate.A_log.shape[0]} entries for {H} heads")
+    if not pools.states[0].is_contiguous() or not pools.tails[0].is_contiguous():
+        raise ValueError("kda decode: a slot of states and of tails must be dense")
+
+
+def check_past(layer: DecodeLayer, pools: Pools, accepted_B: Tensor, B: int, T: int, dtype: torch.dtype) -> None:
+    past = pools.past
+    if past is None:
+        raise ValueError("kda verify: pools.past is None; make one with Remembered.new")
+    (H, K), slots, P = layer.gate.dt_bias.shape, pools.states.shape[0], past.qkv.shape[1]
+    if T > P:
+        raise ValueError(f"kda verify: {T} tokens in a call, room to remember {P}")
+    expected = {
+        "past.qkv": (past.qkv, (slots, P, layer.conv_weight.shape[0])),
+        "past.z": (past.z, (slots, P, H * K)),
+        "past.b": (past.b, (slots, P, H)),
+        "accepted": (accepted_B, (B,)),
+    }
+    refuse(expected, {past.qkv.dtype, past.z.dtype, past.b.dtype} == {dtype}, "the inputs and what is remembered")
+    if not all(x.is_contiguous() for x in (past.qkv, past.z, past.b)):
+        raise ValueError("kda verify: what is remembered must be dense")
+
+
+def refuse(expected: dict[str, tuple[Tensor, tuple[int, ...]]], one_dtype: bool, what: str) -> None:
+    for name, (tensor, shape) in expected.items():
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"kda decode: {name} has shape {tuple(tensor.shape)}, expected {shape}")
+    if not one_dtype:
+        raise ValueError(f"kda decode: {what} must share one dtype")

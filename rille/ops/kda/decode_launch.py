@@ -1,0 +1,108 @@
+"""Launches of the decode and verify kernels, registered with torch so that compiled models see one op.
+
+Suffixes as in `decode.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+from torch import Tensor
+
+from rille.ops.kda import decode_gluon, decode_kernels
+
+if TYPE_CHECKING:
+    from rille.ops.kda.decode import DecodeLayer, Pools, Projected
+
+STATE_REGISTERS = 64  # elements of a state that a thread holds; more leaves no room for the vectors, fewer wastes issue
+
+
+def warps(K: int, V: int) -> int:
+    return max(4, K * V // (32 * STATE_REGISTERS))
+
+
+def decode(inputs: Projected, layer: DecodeLayer, pools: Pools, slots_B: Tensor, name: str) -> Tensor:
+    gate, weights = layer.gate, (layer.conv_weight, layer.gate.A_log, layer.gate.dt_bias, layer.norm_weight)
+    rows = [dense_rows(x) for x in (inputs.qkv, inputs.z, inputs.b, inputs.gate)]
+    return decode_op(
+        *rows, *map(dense, weights), pools.tails, pools.states, slots_B, gate.lower_bound, layer.eps, name
+    )
+
+
+def verify(
+    inputs: Projected, layer: DecodeLayer, pools: Pools, slots_B: Tensor, accepted_B: Tensor, name: str
+) -> Tensor:
+    past, gate = pools.past, layer.gate
+    assert past is not None
+    weights = (layer.conv_weight, gate.A_log, gate.dt_bias, layer.norm_weight)
+    rows = [dense_rows(x) for x in (inputs.qkv, inputs.z, inputs.b, inputs.gate)]
+    return verify_op(
+        *rows, past.qkv, past.z, past.b, accepted_B, *map(dense, weights), pools.tails, pools.states, slots_B,
+        gate.lower_bound, layer.eps, name,
+    )  # fmt: skip
+
+
+def dense(x: Tensor) -> Tensor:
+    return x.detach().contiguous()
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """x [B, .] or [B, T, .] as it is where all but the first axis is dense, else a copy."""
+    return x if x.shape[0] == 0 or x[0].is_contiguous() else x.contiguous()
+
+
+@torch.library.custom_op("rille::kda_decode", mutates_args=("tails", "states"))
+def decode_op(
+    qkv: Tensor, z: Tensor, b: Tensor, gate: Tensor, conv_weight: Tensor, A_log: Tensor, dt_bias: Tensor,
+    norm_weight: Tensor, tails: Tensor, states: Tensor, slots: Tensor, lower_bound: float | None, eps: float, name: str,
+) -> Tensor:  # fmt: skip
+    B, (H, K), V, W = qkv.shape[0], dt_bias.shape, norm_weight.shape[0], conv_weight.shape[1]
+    y = torch.empty(B, H * V, dtype=gate.dtype, device=gate.device)
+    if B == 0:
+        return y
+    kernel: Any = decode_gluon.decode if name == "gluon" else decode_kernels.decode
+    kernel[(H, B)](
+        qkv, z, b, gate, y, conv_weight, A_log, dt_bias, norm_weight, tails, states, slots,
+        lower_bound or 0.0, eps, qkv.stride(0), z.stride(0), b.stride(0), gate.stride(0),
+        tails.stride(0), states.stride(0),
+        H=H, K=K, V=V, W=W, BOUNDED=lower_bound is not None, num_warps=warps(K, V),
+    )  # fmt: skip
+    return y
+
+
+@decode_op.register_fake
+def _(
+    qkv, z, b, gate, conv_weight, A_log, dt_bias, norm_weight, tails, states, slots, lower_bound, eps, name
+):  # fmt: skip
+    return gate.new_empty(gate.shape)
+
+
+@torch.library.custom_op("rille::kda_verify", mutates_args=("past_qkv", "past_z", "past_b", "tails", "states"))
+def verify_op(
+    qkv: Tensor, z: Tensor, b: Tensor, gate: Tensor, past_qkv: Tensor, past_z: Tensor, past_b: Tensor, accepted: Tensor,
+    conv_weight: Tensor, A_log: Tensor, dt_bias: Tensor, norm_weight: Tensor, tails: Tensor, states: Tensor,
+    slots: Tensor, lower_bound: float | None, eps: float, name: str,
+) -> Tensor:  # fmt: skip
+    (B, T), (H, K), V, W = qkv.shape[:2], dt_bias.shape, norm_weight.shape[0], conv_weight.shape[1]
+    y, P = torch.empty(B, T, H * V, dtype=gate.dtype, device=gate.device), past_qkv.shape[1]
+    if B == 0:
+        return y
+    kernel: Any = decode_gluon.verify if name == "gluon" else decode_kernels.verify
+    tiles = dict(T=triton.next_power_of_2(max(T, 1)), P=triton.next_power_of_2(P)) if name == "gluon" else {}
+    kernel[(H, B)](
+        qkv, z, b, gate, y, past_qkv, past_z, past_b, accepted, conv_weight, A_log, dt_bias, norm_weight,
+        tails, states, slots, lower_bound or 0.0, eps, T, P,
+        qkv.stride(0), z.stride(0), b.stride(0), gate.stride(0), tails.stride(0), states.stride(0),
+        H=H, K=K, V=V, W=W, BOUNDED=lower_bound is not None, num_warps=warps(K, V), **tiles,
+    )  # fmt: skip
+    return y
+
+
+@verify_op.register_fake
+def _(
+    qkv, z, b, gate, past_qkv, past_z, past_b, accepted, conv_weight, A_log, dt_bias, norm_weight, tails, states,
+    slots, lower_bound, eps, name,
+):  # fmt: skip
+    return gate.new_empty(gate.shape)
