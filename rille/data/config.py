@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from tyro.conf import arg
 
 from rille.text.vocabulary import CHAT_SPECIALS, END_OF_TEXT
 
@@ -13,7 +16,7 @@ SMALLEST_VOCABULARY = 256 + len((END_OF_TEXT, *CHAT_SPECIALS))
 class DataConfig:
     """The text of a run. ValueError names any field that is out of range."""
 
-    path: str | None = None
+    path: Annotated[str | None, arg(aliases=["--data"], metavar="PATH")] = None
     """A text file, a folder, .jsonl[.xz|.zst] or .parquet; none: the standard library of the running Python."""
 
     max_bytes: int | None = 10_000_000

@@ -36,7 +36,7 @@ _FLOATS = ("BF16", "F16", "F32", "F64")
 class SavesTokenizer(Protocol):
     """Anything that can write its files into a checkpoint directory."""
 
-    def save(self, directory: Path) -> None: ...
+    def save(self, directory: Path) -> object: ...
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,9 @@
-"""Where a checkpoint lies: the directory itself, or the newest one of a training run. No torch here.
+"""Where a checkpoint lies: the directory itself, or the newest one of a training run.
 
     RUN/model/                     the finished model
     RUN/checkpoints/step-000200/   after update 200, with what training needs to continue
+
+No torch here.
 """
 
 from __future__ import annotations

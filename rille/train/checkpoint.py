@@ -4,8 +4,8 @@
                     training/state.safetensors    weights and optimiser state in fp32, random state
                     training/state.json           step, place in the data, settings
 
-A directory appears whole or not at all (`publishing`). Continuing from it gives the losses, bit for bit on a CPU, that the
-run would have had.
+A directory appears whole or not at all (`publishing`). Continuing from it gives the losses, bit for bit on a CPU, that
+the run would have had.
 """
 
 from __future__ import annotations

@@ -91,4 +91,6 @@ def check_resumable(saved: dict[str, Any], now: dict[str, Any], place: str) -> N
     if names:
         listed = "; ".join(f"{name} {saved.get(name)}, now {now.get(name)}" for name in names[:8])
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-        raise ValueError(f"{place} is of a run with other settings: {listed}{more}. Resume with the same, or give another out")
+        raise ValueError(
+            f"{place} is of a run with other settings: {listed}{more}. Resume with the same, or give another out"
+        )

@@ -1,7 +1,9 @@
-"""The training loop: six calls a step. `pretrain.py` sets a run up; whatever may be swapped is a field of it.
+"""The training loop: six calls a step.
 
     g = (1 / targets) sum over batches of d loss / d x        loss = sum of -log p(target)
     x = optimiser(x, clip(g)),   then each router's bias from the step's loads (Quantile Balancing)
+
+`pretrain.py` sets a run up; whatever may be swapped is a field of `Run`.
 """
 
 from __future__ import annotations
@@ -58,8 +60,8 @@ class Work:
 def train(run: Run) -> None:
     """Advance a run to its last step.
 
-    Raises Interrupted after the step in which a signal came, with a checkpoint saved, and Diverged for a loss or gradient
-    that is not finite, before it reaches the weights.
+    Raises Interrupted after the step in which a signal came, with a checkpoint saved, and Diverged for a loss or
+    gradient that is not finite, before it reaches the weights.
     """
     while run.step < run.config.steps:
         batches = next_batches(run)
@@ -112,7 +114,7 @@ def check_finite(run: Run, work: Work) -> None:
     if not (isfinite(float(work.loss)) and isfinite(work.gradient_norm)):
         raise Diverged(
             f"step {run.step + 1}: loss {float(work.loss)}, gradient norm {work.gradient_norm}; the weights were not "
-            f"touched and checkpoints before this step are whole. Lower optim.lr (now {run.config.optim.lr}) or optim.clip"
+            f"touched, earlier checkpoints are whole. Lower optim.lr (now {run.config.optim.lr}) or optim.clip"
         )
 
 
@@ -138,4 +140,3 @@ def checkpoint(run: Run) -> None:
         save_checkpoint(run)
     if run.stop.signal is not None and not last:
         raise Interrupted(run.step, run.stop)
-

@@ -5,8 +5,8 @@
     tensorboard/     the same numbers as scalars
     the terminal     a progress bar, or a line now and then where output is not a terminal
 
-Loss and held_out_loss are nats a token. gradient_norm is taken before clipping. expert_load_violation is max load / mean
-load - 1 of the worst layer: 0 is a perfect balance.
+Loss and held_out_loss are nats a token. gradient_norm is taken before clipping. expert_load_violation is max load /
+mean load - 1 of the worst layer: 0 is a perfect balance.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def open_loggers(out: Path, step: int, steps: int, stack: ExitStack) -> list[Log
 
 
 class JsonLines:
-    """One object a line; each is whole on disk before the next step. Rows after `step`, of a run that died, are cut off."""
+    """One object a line, written before the next step begins. Rows after `step`, of a run that died, are cut off."""
 
     def __init__(self, path: Path, step: int):
         self.path = path

@@ -1,8 +1,10 @@
-"""Pretraining from set-up to summary; the loop itself is `loop.train`.
+"""Pretraining from set-up to summary.
 
     out/run.json         the settings            out/metrics.jsonl, out/tensorboard/    the numbers of each step
     out/corpus/          the text as tokens      out/checkpoints/step-000200/           what a resume continues
     out/model/           the finished model in the official layout, with its tokenizer
+
+The loop itself is `loop.train`.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import shlex
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -20,7 +23,7 @@ from rille.data.loader import Batch, Loader, held_out_batches
 from rille.model.checkpoint import save_model
 from rille.model.locate import step_checkpoints
 from rille.model.model import K3, new_model
-from rille.model.names import count_parameters, parameter_table
+from rille.model.names import Kind, count_parameters, parameter_table
 from rille.optim.adamw import adamw
 from rille.train.checkpoint import read_numbers, remove_unfinished, restore
 from rille.train.config import TrainConfig, check_resumable, settings
@@ -34,12 +37,12 @@ SETTINGS, CORPUS, MODEL = "run.json", "corpus", "model"
 def pretrain(config: TrainConfig) -> Path:
     """Train, save the finished model and print what came of it; returns the model's directory.
 
-    Raises ValueError for settings or text that cannot be used and for a directory that holds another run, Interrupted after
-    a signal (saved), Diverged for numbers that are not finite, OSError where the machine fails.
+    Raises ValueError for settings or text that cannot be used and for a directory that holds another run, Interrupted
+    after a signal (saved), Diverged for numbers that are not finite, OSError where the machine fails.
     """
     out = Path(config.out)
     newest = claim_directory(config, out)
-    corpus = prepare_corpus(config.data, out / CORPUS)
+    corpus = read_text(config, out)
     run = set_up(config, corpus)
     if newest is not None:
         restore(run, newest)
@@ -57,8 +60,8 @@ def pretrain(config: TrainConfig) -> Path:
 def claim_directory(config: TrainConfig, out: Path) -> Path | None:
     """The checkpoint to continue from, None to start at step 0.
 
-    Raises ValueError for a directory that holds a run without `resume`, for `resume` where there is none, and for a run with
-    other settings, before any work is done.
+    Raises ValueError for a directory that holds a run without `resume`, for `resume` where there is none, and for a run
+    with other settings, before any work is done.
     """
     holds_run = (out / SETTINGS).exists()
     if not config.resume:
@@ -81,6 +84,16 @@ def claim_directory(config: TrainConfig, out: Path) -> Path | None:
     return newest
 
 
+def read_text(config: TrainConfig, out: Path) -> Corpus:
+    """The run's text as tokens. Where it cannot be read, a directory that was made for the run goes again."""
+    try:
+        return prepare_corpus(config.data, out / CORPUS)
+    except ValueError:
+        if not any(out.iterdir()):
+            out.rmdir()
+        raise
+
+
 def write_settings(config: TrainConfig, out: Path) -> None:
     text = json.dumps(settings(config), indent=1)
     (out / SETTINGS).write_text(text, encoding="utf-8")
@@ -95,13 +108,14 @@ def set_up(config: TrainConfig, corpus: Corpus) -> Run:
     data = config.data
     loader = Loader(corpus.train.tokens, corpus.train.boundaries, data.batch_tokens, data.sequence_length, data.seed)
     optimizer = adamw(named_parameters(model), config.optim)
-    print(f"model: {count_parameters(config.model).total:,} parameters, {count_parameters(config.model).active:,} active")
+    size = count_parameters(config.model)
+    print(f"model: {size.total:,} parameters, {size.active:,} active")
     return Run(config, model, optimizer, loader, held_out_measure(config, corpus), corpus.tokenizer)
 
 
-def named_parameters(model: K3) -> list[tuple[str, torch.nn.Parameter, str]]:
+def named_parameters(model: K3) -> list[tuple[str, torch.nn.Parameter, Kind]]:
     """(name, parameter, kind) from the parameter table: how the optimiser learns what each one is."""
-    kinds = {entry.parameter: entry.kind for entry in parameter_table(model.config)}
+    kinds: dict[str, Kind] = {entry.parameter: entry.kind for entry in parameter_table(model.config)}
     return [(name, parameter, kinds[name]) for name, parameter in model.named_parameters()]
 
 
@@ -114,21 +128,16 @@ def held_out_measure(config: TrainConfig, corpus: Corpus) -> Callable[[], list[B
 def summary(config: TrainConfig, corpus: Corpus, out: Path) -> str:
     """The end of a run for people: losses, the unigram model's on the same text, where things are, what to try next."""
     rows = read_metrics(out / METRICS)
-    held = corpus.held_out.head(config.eval_tokens)
-    loss, unigram = rows[-1]["held_out_loss"], unigram_nats(corpus.train, held)
-    speed = sorted(row["tokens_per_second"] for row in rows)[len(rows) // 2]
-    place, runs = shlex.quote(str(out)), shlex.quote(str(out / "tensorboard"))
-    return "\n".join(
-        [
-            "",
-            f"loss        {rows[0]['loss']:.3f} at step {rows[0]['step']}, {rows[-1]['loss']:.3f} at step {rows[-1]['step']}"
-            f" (nats a token); {speed:,.0f} tokens/s",
-            f"held out    {loss:.3f} nats a token, {bits_per_byte(loss, held.bytes_per_token):.3f} bits a byte",
-            f"unigram     {unigram:.3f} nats a token with token frequencies alone: the model is {unigram - loss:.3f} below",
-            f"checkpoint  {out / MODEL} (official layout)",
-            "",
-            "try next",
-            f'  rille generate {place} --prompt "def "',
-            f"  tensorboard --logdir {runs}",
-        ]
-    )
+    first, last, held = rows[0], rows[-1], corpus.held_out.head(config.eval_tokens)
+    loss, unigram = last["held_out_loss"], unigram_nats(corpus.train, held)
+    bits, speed = bits_per_byte(loss, held.bytes_per_token), median(row["tokens_per_second"] for row in rows)
+    return f"""
+loss        {first["loss"]:.3f} at step {first["step"]}, {last["loss"]:.3f} at step {last["step"]} (nats a token)
+held out    {loss:.3f} nats a token, {bits:.3f} bits a byte
+unigram     {unigram:.3f} from token frequencies alone: the model is {unigram - loss:.3f} nats a token below
+speed       {speed:,.0f} tokens/s
+checkpoint  {out / MODEL} (official layout)
+
+try next
+  rille generate {shlex.quote(str(out))} --prompt "def "
+  tensorboard --logdir {shlex.quote(str(out / "tensorboard"))}"""

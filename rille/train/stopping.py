@@ -1,4 +1,7 @@
-"""Stopping in good order: the first SIGINT or SIGTERM is a wish that the loop obeys after its step; a second one ends at once."""
+"""Stopping in good order: the first SIGINT or SIGTERM is a wish that the loop obeys after its step.
+
+A second one ends the process at once.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ class Stop:
 
 
 class Interrupted(Exception):
-    """A run that a signal has stopped after `step` updates, saved. `exit_code` is 128 + the signal: 130 for Ctrl-C, 143 for TERM."""
+    """A run that a signal has stopped after `step` updates, saved.
+
+    exit_code: 128 + the signal, 130 for Ctrl-C and 143 for SIGTERM.
+    """
 
     def __init__(self, step: int, stop: Stop):
         assert stop.signal is not None
@@ -42,7 +48,7 @@ def stop_on_signals() -> Iterator[Stop]:
 
     def wish(number: int, frame: FrameType | None) -> None:
         stop.signal = number
-        signal.signal(number, before[number])
+        signal.signal(number, before[signal.Signals(number)])
 
     before = {number: signal.getsignal(number) for number in SIGNALS}
     for number in SIGNALS:

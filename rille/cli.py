@@ -1,0 +1,265 @@
+"""`rille VERB ...`: one verb a function. Only the chosen verb's arguments are parsed, and its work is imported when it
+runs.
+
+Flags are made from frozen dataclasses, never written by hand. Exit codes: 0; 2 for what the user can mend (one message
+that says how); 1 for faults of the machine (full disk, no permission) and numbers that are not finite; 128 + signal for
+a run that was stopped: 130 for Ctrl-C, 143 for SIGTERM, 141 where the reader of a pipe went away.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+if TYPE_CHECKING:
+    from rille.model.config import K3Config
+
+Arguments = list[str]
+
+
+def main(arguments: Arguments | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        return run(arguments)
+    except KeyboardInterrupt:
+        print("\nrille: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # whoever read the output has seen enough; the flush at exit must not complain either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (ValueError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError) as error:
+        return complain(error, 2)
+    except (OSError, ArithmeticError) as error:
+        return complain(error, 1)
+
+
+def run(arguments: Arguments) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(overview())
+        return 0
+    verb, *rest = arguments
+    if verb == "--version":
+        from rille import __version__
+
+        print(f"rille {__version__}")
+        return 0
+    if verb not in VERBS:
+        raise ValueError(f"unknown verb {verb!r}{suggestion(verb, VERBS)} `rille --help` lists all")
+    return VERBS[verb].run(rest)
+
+
+def complain(error: Exception, code: int) -> int:
+    """One message on standard error, whatever line breaks the error had."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    print(f"rille: {text}", file=sys.stderr)
+    return code
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    close = get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ";"
+
+
+def overview() -> str:
+    verbs = "\n".join(f"  {name:<10}{verb.line}" for name, verb in VERBS.items())
+    return f"""Rille: Kimi K3 as one package.
+
+usage: rille VERB ...        `rille VERB --help` explains one
+
+{verbs}
+
+examples
+  rille train tiny --out runs/first --steps 200
+  rille generate runs/first --prompt "def "
+  rille convert runs/first first-mxfp4 --experts mxfp4
+  rille plan k3 --context 1048576"""
+
+
+# --- verbs ------------------------------------------------------------------------------------------------------------
+
+
+def train(arguments: Arguments) -> int:
+    """`rille train RECIPE [flags]`"""
+    from tyro.extras import overridable_config_cli
+
+    from rille.recipes.pretrain import RECIPES
+
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(train_overview())
+        return 0 if arguments else 2
+    name = arguments[0]
+    if name not in RECIPES:
+        raise ValueError(f"unknown recipe {name!r}{suggestion(name, RECIPES)} the recipes are {', '.join(RECIPES)}")
+    recipe = RECIPES[name]
+    config = overridable_config_cli({name: (recipe.__doc__ or "", recipe())}, args=arguments, prog="rille train")
+
+    from rille.train.pretrain import pretrain
+    from rille.train.stopping import Interrupted
+
+    try:
+        pretrain(config)
+    except Interrupted as stopped:
+        resume = [word for word in arguments if word not in ("--resume", "--no-resume")] + ["--resume"]
+        print(f"\nrille: {stopped}. To go on: {shlex.join(['rille', 'train', *resume])}", file=sys.stderr)
+        return stopped.exit_code
+    return 0
+
+
+def train_overview() -> str:
+    from rille.recipes.pretrain import RECIPES
+
+    recipes = "\n".join(f"  {name:<12}{recipe.__doc__}" for name, recipe in RECIPES.items())
+    return f"""Train a model from scratch and save it in the official checkpoint format.
+
+usage: rille train RECIPE [flags]        `rille train RECIPE --help` lists all flags with their defaults
+
+recipes
+{recipes}
+
+examples
+  rille train tiny                                        on the standard library of the running Python
+  rille train tiny --data notes/ --out runs/notes         on a text file, a folder, .jsonl[.xz|.zst] or .parquet
+  rille train tiny --steps 1000 --optim.lr 3e-3 --out runs/long
+  rille train tiny --steps 1000 --optim.lr 3e-3 --out runs/long --resume"""
+
+
+def generate(arguments: Arguments) -> int:
+    """`rille generate CHECKPOINT --prompt TEXT`"""
+    from rille.serve.config import GenerateConfig
+
+    config = parse(GenerateConfig, arguments, "generate")
+
+    from rille.serve.generate import continue_text
+
+    continue_text(config)
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertConfig:
+    """Write a checkpoint anew, with other dtypes. Every other file of it (tokenizer, README) moves along."""
+
+    source: Annotated[Positional[str], arg(metavar="SRC")]
+    """A checkpoint directory, or a directory that `rille train` wrote."""
+
+    target: Annotated[Positional[str], arg(metavar="DST")]
+    """The directory to write; it must not exist, or be empty."""
+
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    """Of all plain tensors but those that the official format keeps in fp32."""
+
+    experts: Literal["keep", "bf16", "mxfp4"] = "keep"
+    """Routed experts: as they are, plain (of dtype), or packed to 4 bits."""
+
+
+def convert(arguments: Arguments) -> int:
+    """`rille convert SRC DST`"""
+    config = parse(ConvertConfig, arguments, "convert")
+
+    from rille.model.locate import find_checkpoint
+
+    source, target = find_checkpoint(config.source), Path(config.target)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{target} exists already; name a new directory")
+
+    import torch
+
+    from rille.model.checkpoint import load_model, save_model
+
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[config.dtype]
+    # Packing starts from all bits of the source; otherwise the target's dtype loses nothing more than saving does.
+    loaded = load_model(source, dtype=torch.float32 if config.experts == "mxfp4" else dtype)
+    save_model(loaded, target, experts=config.experts, tokenizer=OtherFiles(source), dtype=dtype)
+    size = sum(file.stat().st_size for file in target.iterdir())
+    print(f"{source} -> {target}: {size / 1e6:,.1f} MB")
+    return 0
+
+
+@dataclass(frozen=True)
+class OtherFiles:
+    """The files of a checkpoint that are neither weights nor config; saved with the model: a target appears whole."""
+
+    source: Path
+
+    def save(self, directory: Path) -> None:
+        import shutil
+
+        for file in self.source.iterdir():
+            weights = file.suffix == ".safetensors" or file.name in ("config.json", "model.safetensors.index.json")
+            if file.is_file() and not weights:
+                shutil.copy2(file, directory / file.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """Say on paper what a model needs: parameters, FLOPs a token, memory."""
+
+    model: Annotated[Positional[str], arg(metavar="PRESET|CHECKPOINT")]
+    """A preset (tiny, nano, nano-160k, mini, kimi-linear-48b, k3) or a checkpoint directory."""
+
+    context: tuple[int, ...] = (4096, 32768, 131072, 1048576)
+    """Tokens of a sequence; one column for each."""
+
+    gpus: int = 1
+    """Share weights and training state among so many GPUs."""
+
+    def __post_init__(self):
+        if self.gpus < 1 or not self.context or min(self.context) < 1:
+            raise ValueError(f"gpus is {self.gpus} and context {self.context}; both must be at least 1")
+
+
+def plan(arguments: Arguments) -> int:
+    """`rille plan PRESET`"""
+    config = parse(PlanConfig, arguments, "plan")
+
+    from rille.model.plan_table import plan_table
+
+    print(plan_table(config.model, model_config(config.model), config.context, config.gpus))
+    return 0
+
+
+def model_config(name: str) -> K3Config:
+    """The config of a preset or of a checkpoint."""
+    from rille.model.config import K3Config
+    from rille.model.locate import find_checkpoint
+    from rille.model.presets import PRESETS
+
+    if name in PRESETS:
+        return PRESETS[name]
+    if not Path(name).exists():
+        near = suggestion(name, PRESETS)
+        raise ValueError(f"{name!r} is neither a preset nor a directory{near} the presets are {', '.join(PRESETS)}")
+    return K3Config.load(find_checkpoint(name))
+
+
+def parse(kind: type, arguments: Arguments, verb: str):
+    """The arguments of one verb as its dataclass; without any, its help."""
+    import tyro
+
+    return tyro.cli(kind, args=arguments or ["--help"], prog=f"rille {verb}")
+
+
+@dataclass(frozen=True)
+class Verb:
+    run: Callable[[Arguments], int]
+    line: str
+
+
+VERBS = {
+    "train": Verb(train, "train a model from scratch on text (a recipe and its flags)"),
+    "generate": Verb(generate, "continue a prompt with a checkpoint"),
+    "convert": Verb(convert, "write a checkpoint anew: bf16, fp32, MXFP4 experts"),
+    "plan": Verb(plan, "what a model needs: parameters, FLOPs, memory"),
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

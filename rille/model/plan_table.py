@@ -1,0 +1,79 @@
+"""The numbers of `plan.py` as a table for people. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rille.model.config import K3Config
+from rille.model.plan import (
+    cache_bytes,
+    decode_flops,
+    forward_flops,
+    parts,
+    state_bytes,
+    training_bytes,
+    training_flops,
+    weight_bytes,
+)
+
+Row = tuple[str, ...]
+
+
+def plan_table(name: str, c: K3Config, contexts: Sequence[int], gpus: int) -> str:
+    """Three tables: parameters by part; FLOPs and memory as the context grows; weights in bytes."""
+    kinds = f"{len(c.kda_layers)} KDA, {len(c.mla_layers)} MLA, {c.dense_layers} dense"
+    head = f"{name}: {c.num_layers} layers ({kinds}), width {c.hidden_size:,}, vocabulary {c.vocab_size:,}"
+    return "\n\n".join([head, _parameters(c), _costs(c, contexts), _memory(c, gpus)])
+
+
+def _parameters(c: K3Config) -> str:
+    rows = [(part.name, f"{part.total:,}", f"{part.active:,}") for part in parts(c)]
+    total = ("all", f"{sum(p.total for p in parts(c)):,}", f"{sum(p.active for p in parts(c)):,}")
+    return _aligned([("parameters", "total", "used by a token"), *rows, total])
+
+
+def _costs(c: K3Config, contexts: Sequence[int]) -> str:
+    state, cache = state_bytes(c), cache_bytes(c)
+    lines = {
+        "forward, FLOPs a token": [_scaled(forward_flops(c, t)) for t in contexts],
+        "training, FLOPs a token": [_scaled(training_flops(c, t)) for t in contexts],
+        "decoding, FLOPs for the next": [_scaled(decode_flops(c, t)) for t in contexts],
+        "KDA states of a sequence": [_scaled(state, "B") for _ in contexts],
+        "MLA cache of a sequence": [_scaled(cache * t, "B") for t in contexts],
+        "both": [_scaled(state + cache * t, "B") for t in contexts],
+    }
+    header = ("context", *(f"{t:,}" for t in contexts))
+    return _aligned([header, *((name, *values) for name, values in lines.items())])
+
+
+def _memory(c: K3Config, gpus: int) -> str:
+    sizes = {
+        "weights, bf16": weight_bytes(c, mxfp4=False),
+        "weights, MXFP4 experts": weight_bytes(c, mxfp4=True),
+        "training, fp32 with AdamW": training_bytes(c),
+    }
+    header = ("memory", "all", *([f"each of {gpus:,} GPUs"] if gpus > 1 else []))
+    shares = [[size] if gpus == 1 else [size, size / gpus] for size in sizes.values()]
+    rows = [(name, *(_scaled(s, "B") for s in share)) for name, share in zip(sizes, shares, strict=True)]
+    note = "without activations" if gpus == 1 else "shared evenly, without activations"
+    return f"{_aligned([header, *rows])}\n{note}"
+
+
+def _scaled(value: float, unit: str = "") -> str:
+    """1234567 -> 1.23 M; powers of 1000."""
+    for prefix in ("", "k", "M", "G", "T", "P"):
+        if value < 1000 or prefix == "P":
+            break
+        value /= 1000
+    return f"{value:.3g} {prefix}{unit}" if value < 1000 else f"{value:,.0f} {prefix}{unit}"
+
+
+def _aligned(rows: Sequence[Row]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  ".join(
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
