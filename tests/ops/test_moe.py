@@ -165,8 +165,8 @@ def test_bfloat16_rounds_where_the_definition_does() -> None:
     case = Case(33, 8, 3, 16, 32, torch.bfloat16)
     got, want = case.grouped(), case.literal()
     assert got.dtype == torch.float32
-    # The products accumulate in another order, so a bf16 rounding (2^-8 relative) can fall on the other side, in each of
-    # four places: gate, up, activation, output.
+    # The products accumulate in another order, so a bf16 rounding (2^-8 relative) can fall on the other side in four
+    # places: gate, up, activation, output.
     assert ((got - want).abs() <= 4 * 2**-8 * want.abs().amax(1, keepdim=True)).all()
     assert (got == want).float().mean() > 0.3
     assert [gradient.dtype for gradient in case.with_gradients(got)[1:]] == [
