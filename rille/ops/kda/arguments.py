@@ -5,7 +5,7 @@ Suffixes: N packed tokens, S sequences, H heads, K key channels, V value channel
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,11 +42,13 @@ class PooledState:
 
     pool [slots, H, V, K], fp32 as a rule; axis 0 may have any stride. slots int64 [S]: where each sequence's state
     lies. Slots of one batch differ: two sequences with one slot would overwrite each other. That is checked where it
-    costs no wait, on the CPU.
+    costs no wait, on the CPU. checkpoints int64 [M], if given: for each chunk of `packing.chunks(64)` the slot that
+    receives the state after it, -1 for none.
     """
 
     pool: Tensor
     slots: Tensor
+    checkpoints: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.slots.device.type == "cpu" and self.slots.unique().numel() != self.slots.numel():
@@ -74,12 +76,27 @@ def with_pool(pure: PureKda) -> Kda:
         if not isinstance(state, PooledState):
             return pure(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, packing, state)
         initial_SHVK = state.pool.detach()[state.slots]
-        o_NHV, final_SHVK = pure(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, packing, initial_SHVK)
+        tokens = (q_NHK, k_NHK, v_NHV, z_NHK, b_NH)
+        o_NHV, final_SHVK = pure(*tokens, gate, packing, initial_SHVK)
         with torch.no_grad():
             state.pool[state.slots] = final_SHVK.to(state.pool.dtype)
+            for m, slot in enumerate(state.checkpoints.tolist() if state.checkpoints is not None else ()):
+                if slot >= 0:
+                    state.pool[slot] = state_after(m, pure, tokens, gate, packing, initial_SHVK).to(state.pool.dtype)
         return o_NHV, None
 
     return kda
+
+
+def state_after(
+    m: int, pure: PureKda, tokens: Sequence[Tensor], gate: Gate, packing: Packing, initial_SHVK: Tensor
+) -> Tensor:
+    """The state [H, V, K] after chunk m of 64 tokens: its sequence once more, up to there."""
+    s, first = int(packing.chunks(64).sequence[m]), int(packing.starts[packing.chunks(64).sequence[m]])
+    start, count = packing.chunks(64).spans[m].tolist()
+    q_NHK, k_NHK, v_NHV, z_NHK, b_NH = (x[first : start + count] for x in tokens)
+    until = Packing.of([start + count - first], device=packing.device)
+    return pure(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, until, initial_SHVK[s : s + 1])[1][0]
 
 
 def check(
@@ -102,6 +119,8 @@ def check(
     elif state is not None:
         expected["state.pool"] = (state.pool, (state.pool.shape[0], H, V, K))
         expected["state.slots"] = (state.slots, (S,))
+        if state.checkpoints is not None:
+            expected["state.checkpoints"] = (state.checkpoints, (packing.chunks(64).spans.shape[0],))
     for name, (tensor, shape) in expected.items():
         if tuple(tensor.shape) != shape:
             raise ValueError(f"kda: {name} has shape {tuple(tensor.shape)}, expected {shape}")

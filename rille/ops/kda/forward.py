@@ -1,0 +1,269 @@
+"""KDA forward on a GPU: two kernels, `intra.py` for what chunks do alone, `state_pass.py` for the recurrence.
+
+What the backward pass reads besides the op's inputs is T and A of the chunks m of `packing.chunks(64)`:
+
+    T [M, H, 64, 64] bf16   (I + L)^-1 diag(beta)             A [M, H, 64, 64] bf16   scores, diagonal included
+
+both lower triangular, zeros above the diagonal and in the rows and columns of a tail that hold no token. -W, q 2^G, k
+2^(Gc-G) and 2^Gc live only from one kernel to the next; `intra` makes them again from a given T, without the solve.
+
+Suffixes: N packed tokens, S sequences, M chunks, H heads, C = 64 rows of a chunk, K key channels, V value channels.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from rille.ops.kda.arguments import Gate, PooledState, State
+from rille.ops.kda.chunk import CHUNK, TILE, check_lower_bound
+from rille.ops.kda.intra import intra_kernel
+from rille.ops.kda.state_pass import state_pass_kernel
+from rille.packing import Packing
+
+INTERPRET = bool(knobs.runtime.interpret)
+KEY_WIDTHS, VALUE_WIDTHS = (64, 128), (64, 128, 256)
+
+
+class Intra(NamedTuple):
+    """What chunks hand to the recurrence; rows of a tail without a token are zero."""
+
+    t_MHCC: Tensor
+    a_MHCC: Tensor
+    minus_w_MHCK: Tensor
+    q_start_MHCK: Tensor  # q 2^G, normalised and scaled
+    k_end_MHCK: Tensor  # k 2^(Gc-G), normalised
+    decay_MHK: Tensor  # 2^Gc, fp32
+
+
+class Forward(NamedTuple):
+    o_NHV: Tensor
+    final_SHVK: Tensor | None
+    t_MHCC: Tensor
+    a_MHCC: Tensor
+
+
+def unsupported(q_NHK: Tensor, v_NHV: Tensor) -> str:
+    """Why these kernels cannot run on such tensors, or an empty string."""
+    K, V = q_NHK.shape[2], v_NHV.shape[2]
+    if K not in KEY_WIDTHS or V not in VALUE_WIDTHS:
+        return f"head widths K {K}, V {V}; the kernels are made for K in {KEY_WIDTHS}, V in {VALUE_WIDTHS}"
+    if not q_NHK.is_cuda and not INTERPRET:
+        return f"tensors on {q_NHK.device.type}"
+    if q_NHK.dtype == torch.float64:
+        return "float64 tensors"
+    return ""
+
+
+def forward(
+    q_NHK: Tensor,
+    k_NHK: Tensor,
+    v_NHV: Tensor,
+    z_NHK: Tensor,
+    b_NH: Tensor,
+    gate: Gate,
+    packing: Packing,
+    state: State = None,
+) -> Forward:
+    """The op's arguments (`kda`) to its results and what the backward pass needs. No wait for the device anywhere.
+
+    q, k, v, z of any float type but float64; products take bf16 operands and sum in fp32. Under Triton's interpreter
+    operands of fp32 inputs stay fp32. final_SHVK is fp32; a pool is read and written in place and gives None. Raises
+    ValueError for a lower bound below -5.
+    """
+    check_lower_bound(gate)
+    chunks = packing.chunks(CHUNK)
+    indices = (chunks.spans, packing.starts, packing.longest_first, chunks.first)
+    inputs = (q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate.A_log, gate.dt_bias, gate.lower_bound, *indices)
+    if isinstance(state, PooledState):
+        o_NHV, t_MHCC, a_MHCC = forward_in_pool(*inputs, state.pool, state.slots, state.checkpoints)
+        return Forward(o_NHV, None, t_MHCC, a_MHCC)
+    return Forward(*forward_from_states(*inputs, state))
+
+
+@torch.library.custom_op("rille::kda_forward", mutates_args=())
+def forward_from_states(
+    q_NHK: Tensor,
+    k_NHK: Tensor,
+    v_NHV: Tensor,
+    z_NHK: Tensor,
+    b_NH: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    lower_bound: float | None,
+    spans_M2: Tensor,
+    starts: Tensor,
+    order_S: Tensor,
+    first_S: Tensor,
+    initial_SHVK: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """o, final states, T, A."""
+    chunks = intra(q_NHK, k_NHK, z_NHK, b_NH, A_log, dt_bias, lower_bound, spans_M2)
+    (_, H, V), K, S = v_NHV.shape, q_NHK.shape[2], first_S.shape[0]
+    final_SHVK = v_NHV.new_empty(S, H, V, K, dtype=torch.float32)
+    o_NHV = state_pass(chunks, v_NHV, starts, order_S, first_S, initial_SHVK, final_SHVK)
+    return o_NHV, final_SHVK, chunks.t_MHCC, chunks.a_MHCC
+
+
+@forward_from_states.register_fake
+def _(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, A_log, dt_bias, lower_bound, spans_M2, starts, order_S, first_S, initial_SHVK):
+    (_, H, V), K, S = v_NHV.shape, q_NHK.shape[2], first_S.shape[0]
+    o_NHV, t_MHCC, a_MHCC = fake_outputs(q_NHK, v_NHV, spans_M2)
+    return o_NHV, v_NHV.new_empty(S, H, V, K, dtype=torch.float32), t_MHCC, a_MHCC
+
+
+@torch.library.custom_op("rille::kda_forward_in_pool", mutates_args=("pool",))
+def forward_in_pool(
+    q_NHK: Tensor,
+    k_NHK: Tensor,
+    v_NHV: Tensor,
+    z_NHK: Tensor,
+    b_NH: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    lower_bound: float | None,
+    spans_M2: Tensor,
+    starts: Tensor,
+    order_S: Tensor,
+    first_S: Tensor,
+    pool: Tensor,
+    slots_S: Tensor,
+    checkpoints_M: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """o, T, A; the states of the sequences and of the checkpoints in the pool."""
+    chunks = intra(q_NHK, k_NHK, z_NHK, b_NH, A_log, dt_bias, lower_bound, spans_M2)
+    o_NHV = state_pass(chunks, v_NHV, starts, order_S, first_S, pool, pool, slots_S, checkpoints_M)
+    return o_NHV, chunks.t_MHCC, chunks.a_MHCC
+
+
+@forward_in_pool.register_fake
+def _(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, A_log, dt_bias, lower_bound, spans_M2, *rest):
+    return fake_outputs(q_NHK, v_NHV, spans_M2)
+
+
+def fake_outputs(q_NHK: Tensor, v_NHV: Tensor, spans_M2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    M, H = spans_M2.shape[0], q_NHK.shape[1]
+    square = q_NHK.new_empty(M, H, CHUNK, CHUNK, dtype=operand_type(q_NHK))
+    return v_NHV.new_empty(v_NHV.shape), square, torch.empty_like(square)
+
+
+def intra(
+    q_NHK: Tensor,
+    k_NHK: Tensor,
+    z_NHK: Tensor,
+    b_NH: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    lower_bound: float | None,
+    spans_M2: Tensor,
+    t_MHCC: Tensor | None = None,
+) -> Intra:
+    """The first kernel. With a given T its solve is left out and A comes back empty: what a backward pass needs."""
+    (_, H, K), M = q_NHK.shape, spans_M2.shape[0]
+    dtype, solved = operand_type(q_NHK), t_MHCC is not None
+    row_K = [q_NHK.new_empty(M, H, CHUNK, K, dtype=dtype) for _ in range(3)]
+    if t_MHCC is None:
+        t_MHCC = q_NHK.new_empty(M, H, CHUNK, CHUNK, dtype=dtype)
+    a_MHCC = q_NHK.new_empty(0 if solved else M, H, CHUNK, CHUNK, dtype=dtype)
+    decay_MHK = q_NHK.new_empty(M, H, K, dtype=torch.float32)
+    if M * H:
+        q_NHK, k_NHK, z_NHK, b_NH = (packed_heads(x) for x in (q_NHK, k_NHK, z_NHK, b_NH))
+        strides = [x.stride(0) for x in (q_NHK, k_NHK, z_NHK, b_NH)]
+        anchors_CC = anchors(q_NHK.device, dtype)
+        inputs = (q_NHK, k_NHK, z_NHK, b_NH, A_log, dt_bias.contiguous(), spans_M2, anchors_CC)
+        launch: Any = intra_kernel[(M * H,)]
+        launch(
+            *inputs, t_MHCC, a_MHCC, *row_K, decay_MHK, *strides, lower_bound or 0.0, K**-0.5,
+            H=H, K=K, BOUNDED=lower_bound is not None, SOLVED=solved, **types(dtype), num_warps=4,
+        )  # fmt: skip
+    return Intra(t_MHCC, a_MHCC, *row_K, decay_MHK)
+
+
+def state_pass(
+    chunks: Intra,
+    v_NHV: Tensor,
+    starts: Tensor,
+    order_S: Tensor,
+    first_S: Tensor,
+    initial: Tensor | None,
+    final: Tensor | None,
+    slots_S: Tensor | None = None,
+    checkpoints_M: Tensor | None = None,
+) -> Tensor:
+    """The second kernel: o. initial and final [slots, H, V, K] may be one pool; slots_S says which row a sequence has
+    (its own number by default), checkpoints_M into which row of final the state after each chunk goes (-1: none)."""
+    (N, H, V), K, S = v_NHV.shape, chunks.decay_MHK.shape[2], first_S.shape[0]
+    v_NHV, dtype = packed_heads(v_NHV), chunks.t_MHCC.dtype
+    o_NHV = v_NHV.new_empty(N, H, V)
+    if S * H == 0:
+        return o_NHV
+    if N == 0:
+        if final is not None and final is not initial:
+            final.zero_() if initial is None else final.copy_(initial)
+        return o_NHV
+    block, num_warps, stages = value_block(V, S * H, multiprocessors(v_NHV.device))
+    operands = (chunks.t_MHCC, chunks.a_MHCC, *chunks[2:5])
+    tiles = [TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [CHUNK, x.shape[-1]]) for x in operands]
+    initial, final = packed_states(initial), packed_states(final)
+    saved = final if checkpoints_M is not None else None
+    strides = [x.stride(0) if x is not None else 0 for x in (initial, final, saved)]
+    launch: Any = state_pass_kernel[(S * H * (V // block),)]
+    launch(
+        *tiles, v_NHV, chunks.decay_MHK, o_NHV, starts, order_S, first_S, initial, final, slots_S, saved, checkpoints_M,
+        v_NHV.stride(0), *strides,
+        H=H, K=K, V=V, BV=block, **types(dtype), STAGES=stages, num_warps=num_warps,
+    )  # fmt: skip
+    return o_NHV
+
+
+def value_block(V: int, programs: int, multiprocessors: int) -> tuple[int, int, int]:
+    """Value channels a program, warps, stages of the loads. 128 channels share one read of the other operands; 64 give
+    twice the programs, better as long as all of them run at once."""
+    if V == 64 or programs * (V // 64) <= multiprocessors:
+        return 64, 4, 3
+    return 128, 8, 2
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@lru_cache
+def anchors(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """[C, C]: row i times g is G_i minus G at the border between the two tiles of i's half."""
+    row = torch.arange(CHUNK)
+    i, j = row[:, None], row[None, :]
+    border = i // (2 * TILE) * 2 * TILE + TILE  # first row after the border
+    through, before = (j >= border) & (j <= i), (j > i) & (j < border)
+    return (through.to(dtype) - before.to(dtype)).to(device)
+
+
+def operand_type(x: Tensor) -> torch.dtype:
+    return torch.float32 if INTERPRET and x.dtype == torch.float32 else torch.bfloat16
+
+
+def types(dtype: torch.dtype) -> dict[str, Any]:
+    return dict(OPERAND=tl.float32 if dtype == torch.float32 else tl.bfloat16, INTERPRET=INTERPRET)
+
+
+def packed_heads(x: Tensor) -> Tensor:
+    """Heads and channels of a token lie together; tokens may lie any distance apart."""
+    inner = x.stride()[1:]
+    return x if inner == ((x.shape[2], 1) if x.ndim == 3 else (1,)) else x.contiguous()
+
+
+def packed_states(states: Tensor | None) -> Tensor | None:
+    """States as the kernel reads them. A pool must lie right already: it is written in place."""
+    if states is None:
+        return None
+    _, _, V, K = states.shape
+    if states.stride()[1:] != (V * K, K, 1):
+        raise ValueError(f"kda: states of strides {states.stride()} need [V, K] = {V, K} of each head without gaps")
+    return states

@@ -1,0 +1,64 @@
+"""One launch of each KDA kernel as the H200 would see it, for `rille.ops.ahead`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton.language as tl
+
+from rille.ops.ahead import Specimen
+from rille.ops.kda.intra import intra_kernel
+from rille.ops.kda.state_pass import state_pass_kernel
+
+POINTERS = {
+    "*bf16": "q_ptr k_ptr v_ptr z_ptr b_ptr o_ptr anchors_ptr t_ptr a_ptr w_ptr q_out_ptr k_out_ptr",
+    "*fp32": "A_log_ptr dt_bias_ptr decay_ptr initial_ptr final_ptr saved_ptr",
+    "*i32": "spans_ptr starts_ptr order_ptr",
+    "*i64": "first_ptr slots_ptr saved_slots_ptr",
+    "i32": "q_stride k_stride v_stride z_stride b_stride initial_stride final_stride saved_stride",
+    "fp32": "lower_bound scale",
+}
+TYPES = {name: kind for kind, names in POINTERS.items() for name in names.split()}
+WHOLE = tuple(name for name, kind in TYPES.items() if kind != "fp32")
+
+
+def descriptor(columns: int) -> str:
+    """Type of a host-made descriptor over [rows, columns] in blocks of 64 rows."""
+    return f"tensordesc<bf16[64, {columns}]>"
+
+
+def specimen(name: str, kernel: Any, constexprs: dict[str, Any], num_warps: int, **limits: Any) -> Specimen:
+    columns = {"t_desc": 64, "a_desc": 64} | dict.fromkeys(("w_desc", "q_desc", "k_desc"), constexprs["K"])
+    types = TYPES | {name: descriptor(count) for name, count in columns.items()}
+    signature = {name: types[name] for name in kernel.arg_names if name not in constexprs}
+    return Specimen(name, kernel, signature, constexprs, num_warps, divisible=WHOLE, **limits)
+
+
+def intra(name: str, K: int = 128, bounded: bool = True, solved: bool = False, **limits: Any) -> Specimen:
+    constexprs = dict(H=96, K=K, BOUNDED=bounded, OPERAND=tl.bfloat16, INTERPRET=False, SOLVED=solved)
+    return specimen(f"kda_intra_{name}", intra_kernel, constexprs, 4, want_wgmma=True, **limits)
+
+
+def state_pass(
+    name: str, BV: int, num_warps: int, K: int = 128, V: int = 128, absent: str = "", **limits: Any
+) -> Specimen:
+    shape = dict(H=96, K=K, V=V, BV=BV, OPERAND=tl.bfloat16, INTERPRET=False, STAGES=3 if BV == 64 else 2)
+    constexprs = shape | dict.fromkeys(absent.split())
+    return specimen(f"kda_state_pass_{name}", state_pass_kernel, constexprs, num_warps, want_wgmma=True, **limits)
+
+
+SPILL: dict[str, Any] = {
+    "max_spill_bytes": 3072,
+    "reason": "whole tiles [64, 128] of q, k and z pass through the registers of one warp group",
+}
+SPECIMENS = [
+    intra("k128", **SPILL),
+    intra("k64", K=64),
+    intra("solved", solved=True, **SPILL),
+    intra("softplus", bounded=False, **SPILL),
+    state_pass("v128", 128, absent="initial_ptr slots_ptr saved_ptr saved_slots_ptr"),
+    state_pass("v64", 64, absent="slots_ptr saved_ptr saved_slots_ptr"),
+    state_pass("pool", 128),
+    state_pass("k64", 64, K=64, V=64, absent="slots_ptr saved_ptr saved_slots_ptr"),
+    state_pass("v256", 128, V=256),
+]
