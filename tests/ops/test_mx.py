@@ -92,7 +92,7 @@ def test_equals_the_definition(dtype: torch.dtype) -> None:
 @near
 @given(floats_of_a_group)
 def test_any_finite_group(values: list[float]) -> None:
-    """The bytes are the definition's, subnormal and huge values included; no element errs by more than half the gap between
+    """The bytes are the definition's, subnormal and huge values included; an element errs by at most half the gap of
     its neighbours on the grid: 1/4 of the scale up to 2, 1/2 up to 4, 1 up to 6."""
     w = torch.tensor([values], dtype=torch.float32)
     data, scale = quantise_mxfp4(w)

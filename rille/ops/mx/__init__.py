@@ -82,7 +82,7 @@ def quantise_mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
 def dequantise_mxfp8(elements: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Values [..., I] of elements float8_e4m3fn [..., I] and scales uint8 [..., I/32]; otherwise as `dequantise_mxfp4`.
 
-    In bfloat16 an element below 2^-6 may be rounded under a scale byte below 3: such products are beyond its subnormals.
+    In bfloat16 an element below 2^-6 may be rounded under a scale byte below 3: the product lies under its subnormals.
     """
     _check_pair("dequantise_mxfp8", elements, scale, dtype, columns=elements.shape[-1])
     value_I = _times_scales(elements.to(torch.promote_types(dtype, torch.float32)), scale).to(dtype)
