@@ -167,7 +167,7 @@ def intra(
     """The first kernel. With a given T its solve is left out and A comes back empty: what a backward pass needs."""
     (_, H, K), M = q_NHK.shape, spans_M2.shape[0]
     dtype, solved = operand_type(q_NHK), t_MHCC is not None
-    row_K = [q_NHK.new_empty(M, H, CHUNK, K, dtype=dtype) for _ in range(3)]
+    w_MHCK, q_MHCK, k_MHCK = (q_NHK.new_empty(M, H, CHUNK, K, dtype=dtype) for _ in range(3))
     if t_MHCC is None:
         t_MHCC = q_NHK.new_empty(M, H, CHUNK, CHUNK, dtype=dtype)
     a_MHCC = q_NHK.new_empty(0 if solved else M, H, CHUNK, CHUNK, dtype=dtype)
@@ -179,10 +179,10 @@ def intra(
         inputs = (q_NHK, k_NHK, z_NHK, b_NH, A_log, dt_bias.contiguous(), spans_M2, anchors_CC)
         launch: Any = intra_kernel[(M * H,)]
         launch(
-            *inputs, t_MHCC, a_MHCC, *row_K, decay_MHK, *strides, lower_bound or 0.0, K**-0.5,
+            *inputs, t_MHCC, a_MHCC, w_MHCK, q_MHCK, k_MHCK, decay_MHK, *strides, lower_bound or 0.0, K**-0.5,
             H=H, K=K, BOUNDED=lower_bound is not None, SOLVED=solved, **types(dtype), num_warps=4,
         )  # fmt: skip
-    return Intra(t_MHCC, a_MHCC, *row_K, decay_MHK)
+    return Intra(t_MHCC, a_MHCC, w_MHCK, q_MHCK, k_MHCK, decay_MHK)
 
 
 def state_pass(

@@ -28,7 +28,8 @@ def descriptor(columns: int) -> str:
 
 
 def specimen(name: str, kernel: Any, constexprs: dict[str, Any], num_warps: int, **limits: Any) -> Specimen:
-    columns = {"t_desc": 64, "a_desc": 64} | dict.fromkeys(("w_desc", "q_desc", "k_desc"), constexprs["K"])
+    columns: dict[str, int] = {"t_desc": 64, "a_desc": 64}
+    columns |= dict.fromkeys(("w_desc", "q_desc", "k_desc"), constexprs["K"])
     types = TYPES | {name: descriptor(count) for name, count in columns.items()}
     signature = {name: types[name] for name in kernel.arg_names if name not in constexprs}
     return Specimen(name, kernel, signature, constexprs, num_warps, divisible=WHOLE, **limits)
@@ -39,12 +40,10 @@ def intra(name: str, K: int = 128, bounded: bool = True, solved: bool = False, *
     return specimen(f"kda_intra_{name}", intra_kernel, constexprs, 4, want_wgmma=True, **limits)
 
 
-def state_pass(
-    name: str, BV: int, num_warps: int, K: int = 128, V: int = 128, absent: str = "", **limits: Any
-) -> Specimen:
+def state_pass(name: str, BV: int, K: int = 128, V: int = 128, absent: str = "") -> Specimen:
     shape = dict(H=96, K=K, V=V, BV=BV, OPERAND=tl.bfloat16, INTERPRET=False, STAGES=3 if BV == 64 else 2)
     constexprs = shape | dict.fromkeys(absent.split())
-    return specimen(f"kda_state_pass_{name}", state_pass_kernel, constexprs, num_warps, want_wgmma=True, **limits)
+    return specimen(f"kda_state_pass_{name}", state_pass_kernel, constexprs, BV // 16, want_wgmma=True)
 
 
 SPILL: dict[str, Any] = {
