@@ -37,3 +37,12 @@ def small() -> TrainedTokenizer:
 def either(request: pytest.FixtureRequest) -> Tokenizer:
     """A tokenizer trained here and the published one, in turn."""
     return request.getfixturevalue(request.param)
+
+
+USER = {"role": "user", "content": "hi"}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+
+
+def call(name: str, call_id: str | None = None, arguments: object = None) -> dict:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
