@@ -22,16 +22,20 @@ def test_logits():
 
 
 def test_every_traced_tensor():
+    """Within 1e-4; where the official fp32 run is itself further than that from float64 (the sums after layer 10: 1.0e-4 to 1.4e-4, for
+    this random model amplifies rounding), within one and a half times its own rounding error."""
     ours, theirs = oracle.model().trace(oracle.tokens()), oracle.trace()
+    exact = oracle.model(torch.float64).trace(oracle.tokens())
     for name, value in theirs.items():
         if name.startswith("example."):
             continue
         if name.endswith("topk_idx"):
             assert torch.equal(ours[name].sort(-1).values, value.long().sort(-1).values), name
-        elif ".conv_" in name:  # the release keeps one input more than the convolution needs
-            assert distance(ours[name], value[:, -ours[name].shape[1] :]) <= oracle.TRACE_BOUND, name
-        else:
-            assert distance(ours[name], value) <= oracle.TRACE_BOUND, name
+            continue
+        if ".conv_" in name:  # the release keeps one input more than the convolution needs
+            value = value[:, -ours[name].shape[1] :]
+        bound = max(oracle.TRACE_BOUND, 1.5 * distance(exact[name], value))
+        assert distance(ours[name], value) <= bound, name
     assert len(ours) >= len(theirs)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from rille.ops.attn_res import one_phase, reference
@@ -17,6 +18,8 @@ def attn_res(sources: Sequence[Tensor], query: Tensor, gain: Tensor, eps: float)
     Raises ValueError for no sources, or shapes and dtypes that differ.
     """
     _check(sources, query, gain)
+    if not torch.is_grad_enabled():  # nothing to save: the release's own order of operations
+        return reference.attn_res(sources, query, gain, eps)
     return one_phase.attn_res(sources, query, gain, eps)
 
 
