@@ -2,20 +2,39 @@
 `import rille` needs neither torch nor time."""
 
 import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rille.model.checkpoint import load_model, save_model
+    from rille.model.config import K3Config
+    from rille.model.model import new_model
+    from rille.model.presets import preset
+    from rille.serve.generate import generate, stream
+    from rille.text.tokenizer import load_tokenizer
 
 __version__ = "0.1.0"
+__all__ = [
+    "K3Config",
+    "__version__",
+    "generate",
+    "load_model",
+    "load_tokenizer",
+    "new_model",
+    "preset",
+    "save_model",
+    "stream",
+]
 
 _HOMES = {
     "K3Config": "rille.model.config",
-    "preset": "rille.model.presets",
-    "new_model": "rille.model.model",
-    "load_model": "rille.model.checkpoint",
-    "save_model": "rille.model.checkpoint",
     "generate": "rille.serve.generate",
-    "stream": "rille.serve.generate",
+    "load_model": "rille.model.checkpoint",
     "load_tokenizer": "rille.text.tokenizer",
+    "new_model": "rille.model.model",
+    "preset": "rille.model.presets",
+    "save_model": "rille.model.checkpoint",
+    "stream": "rille.serve.generate",
 }
-__all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str):
