@@ -1,0 +1,242 @@
+"""The command line as a user meets it: verbs, mistakes, exit codes, a run from text to generated text."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from rille import cli, load_model
+from rille.train.metrics import read_metrics
+from tests.train.small import write_text
+
+SMALL = "--data.vocab-size 320 --model.vocab-size 320 --data.batch-tokens 96 --data.sequence-length 48 --eval-tokens 96"
+
+
+def rille(*arguments: str) -> int:
+    """Run in this process; tyro ends with SystemExit where an argument is wrong or help was asked for."""
+    try:
+        return cli.main(list(arguments))
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 1
+
+
+def train(text: Path, out: Path, *more: str) -> int:
+    return rille("train", "tiny", "--data", str(text), "--out", str(out), *SMALL.split(), *more)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def trained(text, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "small"
+    assert train(text, out, "--steps", "3") == 0
+    return out
+
+
+# --- what teaches -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",), ("help",)])
+def test_overview(arguments, capsys):
+    assert rille(*arguments) == 0
+    out = capsys.readouterr().out
+    for verb in cli.VERBS:
+        assert re.search(rf"^  {verb} +\w", out, re.MULTILINE)
+        assert f"rille {verb} " in out.split("examples")[1]
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_every_verb_explains_itself(verb, capsys):
+    assert rille(verb, "--help") == 0
+    assert f"usage: rille {verb}" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    assert rille("--version") == 0
+    assert re.fullmatch(r"rille \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+def test_help_and_mistakes_need_no_torch():
+    code = """
+import sys
+from rille.cli import main
+for arguments in (["--help"], ["train", "--help"], ["train", "tiny", "--help"], ["train", "tiny", "--steps", "0"],
+                  ["trian"], ["generate", "--help"], ["plan", "k3"], ["convert", "absent", "there"]):
+    try:
+        main(arguments)
+    except SystemExit:
+        pass
+sys.exit("torch" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("trian", "unknown verb 'trian'; did you mean 'train'?"),
+        ("sing", "unknown verb 'sing'; `rille --help` lists all"),
+        ("train tyni", "unknown recipe 'tyni'; did you mean 'tiny'? the recipes are tiny, nano"),
+        ("train tiny --steps 0", "steps is 0; it must be at least 1"),
+        ("train tiny --steps -5", "steps is -5; it must be at least 1"),
+        ("train tiny --steps many", "--steps"),
+        ("train tiny --optim.lrr 1", "--optim.lr"),
+        ("train tiny --optim.lr -1", "optim.lr is -1.0; it must be above 0"),
+        ("train tiny --data absent --out OUT", "absent does not exist; give a UTF-8 text file, a folder"),
+        ("train tiny --data EMPTY --out OUT", "is empty; give a UTF-8 text file"),
+        ("train tiny --data BINARY --out OUT", "is not text (a zero byte at offset 2)"),
+        ("train tiny --resume --out OUT", "holds no run to resume"),
+        ("train tiny --out EMPTY", "File exists"),
+        ("generate absent --prompt x", "absent does not exist; give a checkpoint directory"),
+        ("generate FOLDER --prompt x", "holds no checkpoint"),
+        ("generate RUN", "--prompt"),
+        ("generate RUN --prompt x --temperature -1", "temperature is -1.0; it must be at least 0"),
+        ("generate RUN --prompt x --top-p 0", "top_p is 0.0; it must be above 0"),
+        ("generate RUN --prompt x --max-new-tokens -1", "max_new_tokens is -1; it must not be negative"),
+        ("convert absent OUT", "absent does not exist"),
+        ("convert RUN RUN", "exists already; name a new directory"),
+        ("convert RUN OUT --experts int8", "--experts"),
+        ("plan k33", "'k33' is neither a preset nor a directory; did you mean 'k3'?"),
+        ("plan k3 --gpus 0", "gpus is 0"),
+    ],
+)
+def test_mistakes_end_with_2_and_say_what_to_do(arguments, message, trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "EMPTY").touch()
+    (tmp_path / "FOLDER").mkdir()
+    (tmp_path / "BINARY").write_bytes(b"\1\2\0\3" * 50)
+    assert rille(*(str(trained) if word == "RUN" else word for word in arguments.split())) == 2
+    printed = capsys.readouterr().err
+    words = re.sub(r"[\s│|]+", " ", printed)
+    assert message in words
+    assert "Traceback" not in printed
+    assert not (tmp_path / "OUT").exists()
+
+
+def test_a_run_is_not_overwritten_and_not_mixed(text, trained, capsys):
+    rows = (trained / "metrics.jsonl").read_text()
+    assert train(text, trained, "--steps", "3") == 2
+    assert "holds a run already: add --resume" in capsys.readouterr().err
+    assert train(text, trained, "--steps", "3", "--resume", "--model.kda-heads", "4") == 2
+    assert "other settings: model.kda_heads 3, now 4" in capsys.readouterr().err
+    assert rille("train", "nano", "--out", str(trained), "--resume") == 2
+    assert "is of a run with other settings" in capsys.readouterr().err
+    assert (trained / "metrics.jsonl").read_text() == rows
+
+
+def test_a_read_only_folder_is_a_fault_of_the_machine(text, tmp_path, monkeypatch, capsys):
+    def refuse(self, *rest, **more):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)  # permissions would not stop an administrator
+    assert train(text, tmp_path / "run", "--steps", "1") == 1
+    assert re.fullmatch(r"rille: .*Permission denied: .*run'?\n", capsys.readouterr().err)
+
+
+FULL_DISK = """
+import resource, sys
+from rille.cli import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def test_a_full_disk_keeps_old_checkpoints(text, trained, tmp_path):
+    out = tmp_path / "run"
+    assert train(text, out, "--steps", "2") == 0
+    old = load_model(out / "checkpoints" / "step-000002")
+    command = ["train", "tiny", "--data", str(text), "--out", str(out), *SMALL.split(), "--steps", "4", "--resume"]
+    run = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, "1000000", *command], capture_output=True, text=True, env=environment()
+    )
+    assert run.returncode == 1
+    assert "Traceback" not in run.stderr
+    assert run.stderr.splitlines()[-1].startswith("rille: ") and "File too large" in run.stderr
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-000002"]
+    again = load_model(out / "checkpoints" / "step-000002")
+    assert all(torch.equal(a, b) for a, b in zip(old.parameters(), again.parameters(), strict=True))
+    assert train(text, out, "--steps", "4", "--resume") == 0
+
+
+# --- what works -------------------------------------------------------------------------------------------------------
+
+
+def test_generate_from_run_and_checkpoint(trained, capsys):
+    capsys.readouterr()
+    texts = []
+    for place in (trained, trained / "model", trained / "checkpoints" / "step-000003"):
+        assert rille("generate", str(place), "--prompt", "def f", "--max-new-tokens", "8") == 0
+        out, err = capsys.readouterr()
+        texts.append(out)
+        assert re.fullmatch(r".*: \d tokens, \d+ tokens/s\n", err)
+    assert texts[0] == texts[1] == texts[2]
+    assert texts[0].startswith("def f")
+
+
+@pytest.mark.parametrize("prompt", ["", "x"])
+def test_short_prompts_work(trained, prompt, capsys):
+    assert rille("generate", str(trained), "--prompt", prompt, "--max-new-tokens", "1", "--temperature", "0") == 0
+    assert capsys.readouterr().out.startswith(prompt)
+
+
+def test_convert_and_back(trained, tmp_path, capsys):
+    packed, plain = tmp_path / "packed", tmp_path / "plain"
+    assert rille("convert", str(trained), str(packed), "--experts", "mxfp4") == 0
+    assert rille("convert", str(packed), str(plain), "--dtype", "fp32", "--experts", "bf16") == 0
+    assert (packed / "tokenizer.json").read_bytes() == (trained / "model" / "tokenizer.json").read_bytes()
+    assert "mxfp4-pack-quantized" in (packed / "config.json").read_text()
+    assert json.loads((plain / "config.json").read_text())["dtype"] == "float32"
+    one, other = load_model(packed), load_model(plain)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    again = tmp_path / "again"
+    assert rille("convert", str(packed), str(again)) == 0
+    shard = "model-00001-of-000001.safetensors"
+    assert (again / shard).read_bytes() == (packed / shard).read_bytes()
+    assert rille("generate", str(packed), "--prompt", "def", "--max-new-tokens", "2") == 0
+
+
+def test_plan_of_a_preset_and_of_a_checkpoint(trained, capsys):
+    assert rille("plan", "k3", "--gpus", "2048", "--context", "4096", "8192") == 0
+    out = capsys.readouterr().out
+    assert "2,779,484,476,000" in out and "104,189,612,640" in out and "8,192" in out
+    assert rille("plan", str(trained)) == 0
+    assert "vocabulary 320" in capsys.readouterr().out
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def test_ctrl_c_saves_and_resume_goes_on(text, tmp_path):
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "rille.cli", "train", "tiny", "--data", str(text), "--out", str(out)]
+    command += [*SMALL.split(), "--steps", "4000", "--checkpoint-every", "1000"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment())
+    deadline = time.monotonic() + 120
+    while not read_metrics(out / "metrics.jsonl") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, printed = process.communicate(timeout=120)
+    assert process.returncode == 130
+    message = re.search(r"rille: stopped by SIGINT after step (\d+); a checkpoint is saved\. To go on: (.*)", printed)
+    assert message, printed
+    assert "Traceback" not in printed
+    step = int(message[1])
+    assert message[2].startswith("rille train tiny --data ") and message[2].endswith("--resume")
+    arguments = message[2].split()[1:]
+    arguments[arguments.index("4000")] = str(step + 1)
+    assert rille(*arguments) == 0
+    assert [row["step"] for row in read_metrics(out / "metrics.jsonl")] == list(range(1, step + 2))

@@ -1,0 +1,91 @@
+"""Checkpoints of a run: what is in them, which are kept, that a save that fails leaves the old ones whole."""
+
+import json
+import resource
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from rille.model.checkpoint import load_model
+from rille.model.locate import find_checkpoint, step_checkpoints
+from rille.text.tokenizer import load_tokenizer
+from rille.train import loop
+from rille.train.checkpoint import read_numbers, restore, save_checkpoint
+from tests.train.small import small_run
+
+
+def one_step(run) -> None:
+    work = loop.forward_backward(run, loop.next_batches(run))
+    loop.reduce(run, work)
+    loop.update(run, work)
+
+
+def test_anything_can_load_it(tmp_path):
+    run = small_run(tmp_path)
+    one_step(run)
+    path = save_checkpoint(run)
+    assert path.name == "step-000001"
+    loaded = load_model(path)
+    for (name, there), (_, here) in zip(loaded.named_parameters(), run.model.named_parameters(), strict=True):
+        stored = here if name.endswith(("A_log", "dt_bias", "qkv_conv", "out_norm", "router_bias")) else here.bfloat16()
+        assert torch.equal(there, stored.float()), name
+    assert loaded.config.bos_id == loaded.config.eos_id == run.tokenizer.eos_id
+    assert load_tokenizer(path).encode("def f(x):") == run.tokenizer.encode("def f(x):")
+    numbers = read_numbers(path)
+    assert numbers["step"] == 1 and numbers["settings"]["model.hidden_size"] == 32
+
+
+def test_restore_brings_back_everything(tmp_path):
+    run = small_run(tmp_path)
+    one_step(run)
+    path = save_checkpoint(run)
+    fresh = small_run(tmp_path)
+    restore(fresh, path)
+    assert fresh.step == 1 and fresh.loader.state() == run.loader.state()
+    one_step(run)
+    one_step(fresh)
+    for (name, one), (_, other) in zip(run.model.named_parameters(), fresh.model.named_parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_a_model_without_training_state_cannot_be_resumed(tmp_path):
+    run = small_run(tmp_path)
+    path = save_checkpoint(run)
+    (path / "training" / "state.json").unlink()
+    with pytest.raises(ValueError, match="has no .*: it holds a model, not a run"):
+        restore(run, path)
+
+
+def test_the_newest_are_kept(tmp_path):
+    run = small_run(tmp_path, keep=2)
+    for run.step in (1, 2, 3, 1000000):
+        save_checkpoint(run)
+    kept = step_checkpoints(tmp_path / "run")
+    assert [step for step, _ in kept] == [3, 1000000]
+    assert find_checkpoint(tmp_path / "run") == kept[-1][1]
+
+
+@contextmanager
+def largest_file(size: int):
+    """Writing beyond `size` bytes fails, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("size", [100, 2_000, 40_000, 200_000])
+def test_a_save_that_fails_leaves_the_old_one_whole(tmp_path, size):
+    run = small_run(tmp_path)
+    first = save_checkpoint(run)
+    before = {file: file.read_bytes() for file in first.rglob("*") if file.is_file()}
+    assert max(len(content) for content in before.values()) > size
+    run.step = 7
+    with largest_file(size), pytest.raises(OSError):
+        save_checkpoint(run)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000000"]
+    assert {file: file.read_bytes() for file in first.rglob("*") if file.is_file()} == before
+    assert json.loads((first / "config.json").read_text())

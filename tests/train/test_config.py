@@ -1,0 +1,80 @@
+"""Settings: what they refuse, how they are compared, and that the command line's flags are their fields and nothing else."""
+
+import re
+from dataclasses import fields, is_dataclass, replace
+from typing import get_type_hints
+
+import pytest
+from tyro.extras import overridable_config_cli
+
+from rille.recipes.pretrain import RECIPES, tiny
+from rille.train.config import TrainConfig, check_resumable, settings
+
+
+@pytest.mark.parametrize("name", ["steps", "accumulate", "eval_every", "eval_tokens", "checkpoint_every", "keep"])
+def test_counts_are_at_least_one(name):
+    for value in (0, -3):
+        with pytest.raises(ValueError, match=rf"^{name} is {value}; it must be at least 1$"):
+            replace(tiny(), **{name: value})
+
+
+def test_other_faults_are_named():
+    with pytest.raises(ValueError, match="seed is -1"):
+        replace(tiny(), seed=-1)
+    with pytest.raises(ValueError, match="out is empty"):
+        replace(tiny(), out="")
+    with pytest.raises(ValueError, match=r"data\.vocab_size is 4096 and model\.vocab_size \d+"):
+        replace(tiny(), data=replace(tiny().data, vocab_size=4096))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes(name):
+    recipe = RECIPES[name]
+    assert recipe().data.vocab_size == recipe().model.vocab_size
+    assert recipe.__doc__ and "\n" not in recipe.__doc__
+
+
+def field_names(kind: type, prefix: str = "") -> set[str]:
+    """Dotted names of all fields that a command line can set; dicts it cannot."""
+    names = set()
+    hints = get_type_hints(kind)
+    for field in fields(kind):
+        if is_dataclass(hints[field.name]):
+            names |= field_names(hints[field.name], f"{prefix}{field.name}.")
+        elif "dict" not in str(hints[field.name]):
+            names.add(prefix + field.name)
+    return names
+
+
+def test_flags_are_the_fields(capsys):
+    with pytest.raises(SystemExit) as end:
+        overridable_config_cli({"tiny": ("", tiny())}, args=["tiny", "--help"])
+    assert end.value.code == 0
+    heads = re.findall(r"^[^\w-]{1,3}(-[^ ].*?)(?:  |$)", capsys.readouterr().out, re.MULTILINE)
+    flags = {flag for head in heads for flag in re.findall(r"--[a-z][a-z.-]*", head)}
+    expected = {f"--{name.replace('_', '-')}" for name in field_names(TrainConfig)} | {"--help", "--data"}
+    assert {flag for flag in flags if "no-" not in flag} == expected
+    assert {"--steps", "--out", "--data", "--resume", "--seed", "--optim.lr"} <= flags
+
+
+def test_settings_are_flat_and_whole():
+    flat = settings(tiny())
+    assert flat["steps"] == tiny().steps
+    assert flat["optim.betas"] == list(tiny().optim.betas)
+    assert flat["model.mla_layers"] == list(tiny().model.mla_layers)
+    assert field_names(TrainConfig) <= set(flat)
+
+
+def test_what_may_change_on_resume():
+    saved = settings(tiny())
+    free = replace(tiny(), out="elsewhere", steps=9999, resume=True, eval_every=3, checkpoint_every=5, keep=7)
+    check_resumable(saved, settings(free), "run")
+    other = replace(tiny(), seed=5, optim=replace(tiny().optim, lr=0.5))
+    with pytest.raises(ValueError, match=r"run is of a run with other settings: seed 0, now 5; optim\.lr .*, now 0\.5"):
+        check_resumable(saved, settings(other), "run")
+
+
+def test_another_preset_gives_a_short_message():
+    with pytest.raises(ValueError, match=r"other settings: .* and \d+ more\. Resume with the same") as error:
+        check_resumable(settings(tiny()), settings(RECIPES["nano"]()), "run")
+    assert len(str(error.value)) < 600
