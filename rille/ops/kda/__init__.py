@@ -1,23 +1,86 @@
 """Kimi Delta Attention over packed sequences: `kda`, its `Gate`, and the `PooledState` it can read and write in place.
 
-`reference.py` is the definition, `chunk.py` the blocked form; README.md derives the second from the first.
+`reference.py` is the definition, `chunk.py` the blocked form, `forward.py` its Triton kernels; README.md derives the
+second from the first.
 """
+
+import warnings
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from rille.ops.kda import chunk, reference
-from rille.ops.kda.arguments import Gate, Kda, PooledState, check, with_pool
+from rille.ops.kda.arguments import Gate, Kda, PooledState, State, check, with_pool
 from rille.packing import Packing
 
-__all__ = ["Gate", "PooledState", "kda"]
+__all__ = ["Gate", "PooledState", "choose_backend", "kda"]
 
-BACKENDS: dict[str, Kda] = {"reference": with_pool(reference.kda), "chunk": with_pool(chunk.kda)}
+
+def triton_kda(
+    q_NHK: Tensor,
+    k_NHK: Tensor,
+    v_NHV: Tensor,
+    z_NHK: Tensor,
+    b_NH: Tensor,
+    gate: Gate,
+    packing: Packing,
+    state: State,
+) -> tuple[Tensor, Tensor | None]:
+    """The kernels; ValueError where they cannot run."""
+    if reason := without_triton(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, state):
+        raise ValueError(f"kda: backend 'triton' cannot run: {reason}")
+    from rille.ops.kda import forward
+
+    return forward.forward(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, packing, state)[:2]
+
+
+def without_triton(
+    q_NHK: Tensor, k_NHK: Tensor, v_NHV: Tensor, z_NHK: Tensor, b_NH: Tensor, gate: Gate, state: State
+) -> str:
+    """Why the kernels cannot run, or an empty string."""
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    differentiable = (q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate.A_log, gate.dt_bias, state)
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in differentiable):
+        return "gradients are asked for"
+    from rille.ops.kda import forward
+
+    return forward.unsupported(q_NHK, v_NHV)
+
+
+BACKENDS: dict[str, Kda] = {
+    "reference": with_pool(reference.kda),
+    "chunk": with_pool(chunk.kda),
+    "triton": triton_kda,
+}
 
 # A chunk costs as much for one token as for 64: up to here the recurrence takes fewer steps than the blocked form.
 LONGEST_FOR_RECURRENCE = 4
-# Without gradients the definition itself serves whatever fits one chunk: prompts and continuations of that size are never slow.
+# Without gradients the definition itself serves whatever fits one chunk: prompts and continuations of that size are
+# never slow.
 LONGEST_WITHOUT_GRADIENT = 64
+
+
+def choose_backend(
+    q_NHK: Tensor,
+    k_NHK: Tensor,
+    v_NHV: Tensor,
+    z_NHK: Tensor,
+    b_NH: Tensor,
+    gate: Gate,
+    packing: Packing,
+    state: State = None,
+) -> tuple[str, str]:
+    """The backend that `kda` takes by default for these arguments, and why."""
+    if q_NHK.is_cuda:
+        reason = without_triton(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, state)
+        if not reason:
+            return "triton", "CUDA tensors"
+    else:
+        reason = "no CUDA tensors"
+    longest = LONGEST_FOR_RECURRENCE if torch.is_grad_enabled() else LONGEST_WITHOUT_GRADIENT
+    return ("reference" if packing.longest <= longest else "chunk"), reason
 
 
 def kda(
@@ -40,21 +103,23 @@ def kda(
     gate: parameters of the decay.
     state: what each sequence starts from: zeros (None), a differentiable tensor [S, H, V, K], or a `PooledState`, which
         is read and overwritten in place. It is read whatever the packing's history says: whoever owns it clears it.
-    backend: "reference" (token by token) or "chunk" (blocks of 64). By default the first for batches whose longest
-        sequence has at most 4 tokens, else the second.
+    backend: "reference" (token by token), "chunk" (blocks of 64) or "triton" (the same in kernels, for K 64 or 128 and
+        V 64, 128 or 256). By default `choose_backend` says: kernels for CUDA tensors, otherwise the recurrence for
+        batches of short sequences and chunks for longer ones.
 
     Returns o [N, H, V] in v's dtype, and the final states [S, H, V, K] in fp32 or None with a pool. A sequence without
     tokens keeps its state. Arithmetic and states are fp32, float64 if q, k, v, z or b is. Differentiable in every
     tensor but a pool.
 
-    Raises ValueError for shapes that do not fit, for an unknown backend, and in "chunk" for a lower bound below -5
-    (README.md says why).
+    Raises ValueError for shapes that do not fit, for a backend that is unknown or cannot run, and in "chunk" and
+    "triton" for a lower bound below -5 (README.md says why).
     Source: Kimi K3 report section 2.1.1; Kimi Linear report, arXiv 2510.26692.
     """
     check(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, packing, state)
     if backend is None:
-        longest = LONGEST_FOR_RECURRENCE if torch.is_grad_enabled() else LONGEST_WITHOUT_GRADIENT
-        backend = "reference" if packing.longest <= longest else "chunk"
+        backend, reason = choose_backend(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, packing, state)
+        if q_NHK.is_cuda and backend != "triton":
+            warnings.warn(f"kda: backend {backend!r} runs on a GPU: {reason}", stacklevel=2)
     if backend not in BACKENDS:
         raise ValueError(f"kda: unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
     return BACKENDS[backend](q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, packing, state)

@@ -81,8 +81,10 @@ def log2_decay(x, rate, lower_bound, BOUNDED: tl.constexpr, INTERPRET: tl.conste
     """g / ln 2 for x = z + dt_bias: lower_bound sigmoid(rate x), or -rate softplus(x), at least -150 (2^-150 is 0)."""
     if BOUNDED:
         return (lower_bound * LOG2E) * reciprocal(1.0 + exp2(x * (rate * -LOG2E), INTERPRET), INTERPRET)
-    soft = tl.maximum(x, 0.0) * LOG2E + tl.log2(1.0 + tl.exp2(-tl.abs(x) * LOG2E))
-    return tl.maximum(-rate * soft, -150.0)
+    small = tl.exp2(-tl.abs(x) * LOG2E)
+    rounded = 1.0 + small  # its logarithm times small / (rounded - 1) is that of the unrounded sum
+    tail = tl.where(rounded == 1.0, small * LOG2E, tl.log2(rounded) * (small / (rounded - 1.0)))
+    return tl.maximum(-rate * (tl.maximum(x, 0.0) * LOG2E + tail), -150.0)
 
 
 @triton.jit

@@ -1,0 +1,198 @@
+"""The KDA kernels against the float64 recurrence. Without a GPU they run in Triton's interpreter, where fp32 inputs
+keep fp32 operands: what remains is the algebra and the order of sums. On a GPU operands are bf16, and so are the bounds.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from rille.ops.kda import Gate, PooledState, choose_backend, kda
+from rille.ops.kda.forward import INTERPRET, forward, intra, value_block
+from rille.packing import Packing
+
+PACKED = (1, 15, 16, 17, 63, 64, 65, 0, 200)
+DEVICE = "cpu" if INTERPRET else "cuda"
+DTYPE = torch.float32 if INTERPRET else torch.bfloat16
+ERROR = 80 * 2.0**-24 if INTERPRET else 1e-2  # of the result's norm
+
+Inputs = tuple[list[Tensor], Gate]
+
+
+def draw(lengths: tuple[int, ...], H: int = 2, K: int = 64, V: int = 64, bound: float | None = -5.0) -> Inputs:
+    generator = torch.Generator().manual_seed(0)
+    N = sum(lengths)
+    shapes = [(N, H, K), (N, H, K), (N, H, V), (N, H, K), (N, H)]
+    q, k, v, z, b = (torch.randn(shape, generator=generator).to(DEVICE, DTYPE) for shape in shapes)
+    A_log, dt_bias = torch.randn(H + 1, generator=generator) * 0.3, torch.randn(H, K, generator=generator)
+    return [q, k, v, 3 * z, b], Gate(A_log.to(DEVICE), dt_bias.to(DEVICE), bound)
+
+
+def states(packing: Packing, inputs: list[Tensor]) -> Tensor:
+    (_, H, K), V = inputs[0].shape, inputs[2].shape[2]
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(packing.num_sequences, H, V, K, generator=generator).to(DEVICE)
+
+
+def assert_equals_reference(
+    inputs: list[Tensor], gate: Gate, lengths: tuple[int, ...], error: float = ERROR, stateful: bool = True
+) -> None:
+    packing = Packing.of(lengths, device=DEVICE)
+    state = states(packing, inputs) if stateful else None
+    exact = kda(*(x.double() for x in inputs), gate, packing, state, backend="reference")
+    got = kda(*inputs, gate, packing, state, backend="triton")
+    assert got[0].dtype == inputs[2].dtype
+    for name, x, y in zip(("o", "final"), got, exact, strict=True):
+        assert x is not None and y is not None
+        distance = (x.double() - y).norm() / y.norm().clamp_min(1e-30)
+        assert distance <= error, f"{name} is off by {distance:.1e}"
+
+
+@pytest.mark.parametrize("bound", [-5.0, -2.0, None])
+def test_packed_sequences(bound: float | None) -> None:
+    assert_equals_reference(*draw(PACKED, bound=bound), PACKED)
+
+
+@pytest.mark.parametrize(("K", "V"), [(128, 128), (64, 256), (128, 64)])
+def test_widths(K: int, V: int) -> None:
+    assert_equals_reference(*draw((70, 3), H=1, K=K, V=V), (70, 3), stateful=V != 128)
+
+
+def bimodal(*shape: int) -> Tensor:
+    return torch.where(torch.rand(shape, generator=torch.Generator().manual_seed(2)) < 0.5, 12.0, -12.0)
+
+
+GATES = {
+    "open": torch.tensor(-12.0),
+    "shut": torch.tensor(12.0),
+    "by token": bimodal(130, 1, 1),
+    "by channel": bimodal(1, 1, 64),
+    "shut, then open": torch.where(torch.arange(130) < 64, 12.0, -12.0)[:, None, None],
+    "open, then shut": torch.where(torch.arange(130) < 20, -12.0, 12.0)[:, None, None],
+}
+
+
+@pytest.mark.parametrize("bound", [-5.0, None])
+@pytest.mark.parametrize("name", GATES)
+def test_extreme_gates(name: str, bound: float | None) -> None:
+    inputs, gate = draw((130,), H=1, bound=bound)
+    inputs[3] = GATES[name].to(DEVICE, DTYPE).expand_as(inputs[3]).contiguous()
+    plain = Gate(torch.zeros_like(gate.A_log), torch.zeros_like(gate.dt_bias), bound)
+    assert_equals_reference(inputs, plain, (130,))
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.05])
+def test_repeated_keys_with_weak_decay_and_full_writes(spread: float) -> None:
+    inputs, gate = draw((130,), H=1)
+    inputs[1] = inputs[1][:1] + spread * inputs[1]
+    inputs[3] = torch.full_like(inputs[3], -12.0)
+    inputs[4] = torch.full_like(inputs[4], 9.0)
+    assert_equals_reference(inputs, gate, (130,), error=2 * ERROR)
+
+
+def test_zero_keys_and_queries() -> None:
+    inputs, gate = draw((70,), H=1)
+    inputs[0][5:9] = 0
+    inputs[1][20:40] = 0
+    assert_equals_reference(inputs, gate, (70,))
+
+
+def test_long_memory() -> None:
+    lengths = (1024,)
+    inputs, gate = draw(lengths, H=1)
+    inputs[3] = torch.full_like(inputs[3], -8.0)
+    assert_equals_reference(inputs, gate, lengths, error=2 * ERROR)
+
+
+@pytest.mark.parametrize("place", range(5))
+def test_nan_stays_in_its_sequence(place: int) -> None:
+    lengths = (30, 70, 40)
+    inputs, gate = draw(lengths)
+    packing = Packing.of(lengths, device=DEVICE)
+    clean, clean_final = kda(*inputs, gate, packing, backend="triton")
+    inputs[place][30:100] = torch.nan
+    o, final = kda(*inputs, gate, packing, backend="triton")
+    assert final is not None and clean_final is not None
+    assert torch.equal(o[:30], clean[:30]) and torch.equal(o[100:], clean[100:])
+    assert torch.equal(final[[0, 2]], clean_final[[0, 2]])
+    assert o[30:100].isnan().any()
+
+
+def test_rows_of_a_wider_tensor() -> None:
+    inputs, gate = draw((70,))
+    packing = Packing.of((70,), device=DEVICE)
+    wide = torch.cat([x.flatten(1) for x in inputs[:3]], 1)
+    views = [x.unflatten(1, (2, 64)) for x in wide.split(128, 1)]
+    o, _ = kda(*views, *inputs[3:], gate, packing, backend="triton")
+    assert torch.equal(o, kda(*inputs, gate, packing, backend="triton")[0])
+
+
+def test_pool_and_checkpoints() -> None:
+    lengths = (70, 0, 200)
+    inputs, gate = draw(lengths)
+    packing = Packing.of(lengths, device=DEVICE)
+    start = states(packing, inputs)
+    slots = torch.tensor([5, 1, 3], device=DEVICE)
+    checkpoints = torch.tensor([-1, -1, 7, -1, 0, -1], device=DEVICE)
+    pools = []
+    for backend in ("triton", "chunk"):
+        pool = torch.zeros(9, 2, 2, 64, 64, device=DEVICE)[:, 0]  # every second state of a wider pool
+        pool[slots] = start
+        o, final = kda(*inputs, gate, packing, PooledState(pool, slots, checkpoints), backend=backend)
+        assert final is None
+        pools.append(pool)
+    assert torch.equal(o, kda(*inputs, gate, packing, start, backend="chunk")[0])
+    assert torch.equal(pools[0][[2, 4, 6, 8]], torch.zeros(4, 2, 64, 64, device=DEVICE))
+    assert torch.equal(pools[0][1], start[1])
+    torch.testing.assert_close(pools[0], pools[1], atol=1e-5 if INTERPRET else 3e-2, rtol=0)
+
+
+def test_saved_tensors_and_operands_from_a_given_t() -> None:
+    lengths = (70,)
+    inputs, gate = draw(lengths)
+    packing = Packing.of(lengths, device=DEVICE)
+    saved = forward(*inputs, gate, packing)
+    assert saved.t_MHCC.shape == saved.a_MHCC.shape == (2, 2, 64, 64)
+    for x in (saved.t_MHCC, saved.a_MHCC):
+        assert torch.equal(x, x.tril())
+        assert not x[1, :, 6:].any() and not x[1, :, :, 6:].any()
+    beta = inputs[4].float().sigmoid()[:64].T
+    torch.testing.assert_close(saved.t_MHCC[0].diagonal(dim1=1, dim2=2).float(), beta, atol=4e-3, rtol=0)
+    arguments = (*inputs[:2], *inputs[3:], gate.A_log, gate.dt_bias, gate.lower_bound, packing.chunks(64).spans)
+    first, again = intra(*arguments), intra(*arguments, saved.t_MHCC)
+    for x, y in zip(first[2:], again[2:], strict=True):
+        torch.testing.assert_close(x, y, atol=0, rtol=1e-2)
+
+
+@pytest.mark.parametrize("lengths", [(), (0,), (0, 0)])
+def test_no_tokens(lengths: tuple[int, ...]) -> None:
+    inputs, gate = draw(lengths)
+    packing = Packing.of(lengths, device=DEVICE)
+    start = states(packing, inputs)
+    o, final = kda(*inputs, gate, packing, start, backend="triton")
+    assert o.shape == (0, 2, 64) and final is not None and torch.equal(final, start)
+    assert not forward(*inputs, gate, packing).final_SHVK.any()
+
+
+def test_blocks_fill_the_card() -> None:
+    assert value_block(128, 64, 132) == (64, 4, 3)
+    assert value_block(128, 96, 132) == (128, 8, 2)
+    assert value_block(64, 500, 132) == (64, 4, 3)
+
+
+def test_refusals() -> None:
+    inputs, gate = draw((3,), K=64, V=64)
+    packing = Packing.of((3,), device=DEVICE)
+    narrow = [x[..., :8].contiguous() for x in inputs[:4]]
+    thin = Gate(gate.A_log, gate.dt_bias[:, :8], gate.lower_bound)
+    with pytest.raises(ValueError, match="head widths K 8, V 8"):
+        kda(*narrow, inputs[4], thin, packing, backend="triton")
+    with pytest.raises(ValueError, match="gradients"):
+        kda(inputs[0].requires_grad_(), *inputs[1:], gate, packing, backend="triton")
+    with pytest.raises(ValueError, match="lower_bound -6"):
+        kda(inputs[0].detach(), *inputs[1:], Gate(gate.A_log, gate.dt_bias, -6.0), packing, backend="triton")
+    if INTERPRET:
+        assert choose_backend(*inputs, gate, packing) == ("reference", "no CUDA tensors")
