@@ -46,3 +46,17 @@ CLOCK = {"type": "function", "function": {"name": "clock"}}
 
 def call(name: str, call_id: str | None = None, arguments: object = None) -> dict:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+MARKS = {"⟦": "<|open|>", "⟧": "<|close|>", "¦": "<|sep|>", "■": "<|end_of_msg|>"}
+
+
+def xtml(short: str) -> str:
+    """Markup in a short spelling: ⟦ opens, ⟧ closes, ¦ separates, ■ ends the message."""
+    return short.translate(str.maketrans(MARKS))
+
+
+CALL = (
+    '⟦call tool="f" index="1"¦⟦argument key="a" type="string"¦x⟧argument¦'
+    '⟦argument key="n" type="number"¦5⟧argument¦⟧call¦'
+)
