@@ -45,7 +45,7 @@ class Memory:
                 self._latents[layer] = torch.empty(0, PAGE_ROWS, c.cache_dim, **self._cache)
             else:
                 shape = (num_sequences, c.kda_heads, c.kda_head_dim, c.kda_head_dim)
-                self._states[layer] = torch.zeros(shape, dtype=torch.float32, device=device)
+                self._states[layer] = torch.zeros(shape, dtype=torch.promote_types(dtype, torch.float32), device=device)
                 self._tails[layer] = torch.zeros(num_sequences, c.conv_width - 1, 3 * c.kda_width, **self._cache)
         self._table = torch.empty(num_sequences, 0, dtype=torch.int64, device=device)
 

@@ -55,7 +55,7 @@ def encode_e2m1(scaled: Tensor) -> Tensor:
     code += size > 2.5
     code += size >= 3.5
     code += size > 5
-    return code + 8 * torch.signbit(scaled)
+    return code | (torch.signbit(scaled).to(torch.uint8) << 3)
 
 
 def decode_e2m1(code: Tensor, dtype: torch.dtype) -> Tensor:

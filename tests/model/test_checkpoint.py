@@ -1,0 +1,239 @@
+"""Official checkpoint directories: the same bytes back, every fault named, nothing lost."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rille.model.checkpoint import load_model, save_model
+from rille.model.config import K3Config
+from rille.model.model import new_model
+from rille.model.presets import preset
+from rille.model.shards import CheckpointError, read_headers
+from tests.model.oracle import ORACLE
+
+SHARDS = ("model-00001-of-000002.safetensors", "model-00002-of-000002.safetensors")
+EXPERT = "language_model.model.layers.1.block_sparse_moe.experts.0.w1"
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A checkpoint directory to damage."""
+    target = tmp_path / "checkpoint"
+    target.mkdir()
+    for name in ("config.json", "model.safetensors.index.json", *SHARDS):
+        shutil.copy(ORACLE / name, target / name)
+    return target
+
+
+def tensors(directory):
+    return {n: t for f in sorted(Path(directory).glob("*.safetensors")) for n, t in load_file(f).items() if "model" in f.name}
+
+
+def rewrite(directory, change):
+    """Apply `change` to the tensors of each shard, and write index and shards anew."""
+    weight_map = {}
+    for shard in SHARDS:
+        held = load_file(directory / shard)
+        change(held)
+        save_file(held, directory / shard)
+        weight_map |= dict.fromkeys(held, shard)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def text_tensors(directory):
+    return {n: t for n, t in tensors(directory).items() if n.startswith("language_model.")}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_load_and_save_gives_identical_bytes(tmp_path, dtype):
+    save_model(load_model(ORACLE, dtype=dtype), tmp_path / "again")
+    before, after = text_tensors(ORACLE), text_tensors(tmp_path / "again")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype and after[name].shape == tensor.shape, name
+        assert torch.equal(after[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    assert K3Config.load(tmp_path / "again") == K3Config.load(ORACLE)
+
+
+def test_config_round_trips_key_for_key():
+    official = json.loads((ORACLE / "config.json").read_text())
+    assert K3Config.from_official(official).to_official() == official
+
+
+@pytest.mark.parametrize("experts", ["bf16", "mxfp4", "keep"])
+def test_expert_formats_convert_into_each_other(tmp_path, experts):
+    model = load_model(ORACLE)
+    save_model(model, tmp_path / "a", experts=experts)
+    again = load_model(tmp_path / "a")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(again.get_parameter(name), parameter), name
+    stored = read_headers(tmp_path / "a")
+    assert (f"{EXPERT}.weight_packed" in stored) == (experts != "bf16")
+    quantised = "quantization_config" in json.loads((tmp_path / "a" / "config.json").read_text())["text_config"]
+    assert quantised == (experts != "bf16")
+
+
+def test_a_new_model_saves_bf16_experts_and_padded_decay(tmp_path):
+    model = new_model(preset("tiny"), dtype=torch.bfloat16, seed=3)
+    save_model(model, tmp_path / "m")
+    stored = read_headers(tmp_path / "m")
+    assert stored["language_model.model.layers.0.self_attn.A_log"].shape == (128,)
+    assert stored[f"{EXPERT}.weight"].dtype == "BF16"
+    again = load_model(tmp_path / "m", dtype=torch.bfloat16)
+    tokens = torch.arange(50)
+    with torch.no_grad():
+        assert torch.equal(model.logits(tokens), again.logits(tokens))
+
+
+def test_mixed_expert_formats_are_kept_tensor_by_tensor(copy, tmp_path):
+    dense = load_model(copy).layers["1"].ffn.experts.w13[0, :64].bfloat16()
+
+    def plain_first_expert(held):
+        if held.pop(f"{EXPERT}.weight_packed", None) is not None:
+            held.pop(f"{EXPERT}.weight_scale")
+            held[f"{EXPERT}.weight"] = dense.clone()
+
+    rewrite(copy, plain_first_expert)
+    save_model(load_model(copy), tmp_path / "again")
+    before, after = text_tensors(copy), text_tensors(tmp_path / "again")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[n].view(torch.uint8), t.view(torch.uint8)) for n, t in before.items())
+
+
+def test_only_the_wanted_layers_are_read(copy):
+    whole, part = load_model(copy), load_model(copy, layers=range(2, 5))
+    assert [block.layer for block in part.blocks()] == [2, 3, 4]
+    assert torch.equal(part.layers["3"].attn.kv_up, whole.layers["3"].attn.kv_up)
+    with pytest.raises(CheckpointError, match="whole"):
+        save_model(part, copy / "part")
+
+
+def faults():
+    norm = "language_model.model.norm.weight"
+    decay = "language_model.model.layers.0.self_attn.A_log"
+
+    def missing(held):
+        held.pop(norm, None)
+
+    def surplus(held):
+        if norm in held:
+            held["language_model.model.surprise.weight"] = torch.zeros(2)
+
+    def misshaped(held):
+        if norm in held:
+            held[norm] = torch.zeros(63, dtype=torch.bfloat16)
+
+    def wrong_kind(held):
+        if norm in held:
+            held[norm] = torch.zeros(64, dtype=torch.int32)
+
+    def nan(held):
+        if norm in held:
+            held[norm][5] = float("nan")
+
+    def bad_scale(held):
+        if f"{EXPERT}.weight_scale" in held:
+            held[f"{EXPERT}.weight_scale"][3] = 255
+
+    def bad_padding(held):
+        if decay in held:
+            held[decay][-1] = 1.0
+
+    return {
+        missing: ("1 missing", norm),
+        surplus: ("1 surplus", "surprise"),
+        misshaped: ("1 misshaped", norm),
+        wrong_kind: ("I32", norm),
+        nan: ("NaN", norm),
+        bad_scale: ("255", EXPERT),
+        bad_padding: ("not zero", decay),
+    }
+
+
+@pytest.mark.parametrize(("change", "words"), faults().items(), ids=lambda x: getattr(x, "__name__", ""))
+def test_faulty_tensors_are_named(copy, change, words):
+    rewrite(copy, change)
+    with pytest.raises(CheckpointError) as error:
+        load_model(copy)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize("keep", [4, 100, 1_000_000])
+def test_a_truncated_shard_is_refused(copy, keep):
+    data = (copy / SHARDS[1]).read_bytes()
+    (copy / SHARDS[1]).write_bytes(data[:keep])
+    with pytest.raises(CheckpointError, match="truncated"):
+        load_model(copy)
+
+
+def test_absent_shards_indices_and_directories(copy):
+    (copy / SHARDS[1]).unlink()
+    with pytest.raises(CheckpointError, match="shards that are not there"):
+        load_model(copy)
+    (copy / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(CheckpointError, match="index"):
+        load_model(copy)
+    (copy / "model.safetensors.index.json").unlink()
+    with pytest.raises(FileNotFoundError, match="checkpoint"):
+        load_model(copy)
+    (copy / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        load_model(copy)
+
+
+def test_unknown_config_keys_are_listed(copy):
+    official = json.loads((copy / "config.json").read_text())
+    official["text_config"]["num_expert"] = 3
+    official["text_config"]["linear_attn_config"]["heads"] = 3
+    (copy / "config.json").write_text(json.dumps(official))
+    with pytest.raises(ValueError, match=r"num_expert.*heads"):
+        load_model(copy)
+
+
+def test_a_save_that_dies_leaves_the_old_checkpoint(copy, monkeypatch):
+    model = load_model(copy)
+    model.norm.data.fill_(2)
+    before = {n: t.clone() for n, t in tensors(copy).items()}
+
+    def full_disk(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("rille.model.shards.save_file", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        save_model(model, copy)
+    assert all(torch.equal(t, before[n]) for n, t in tensors(copy).items())
+    assert [p.name for p in copy.parent.iterdir()] == [copy.name]
+
+
+def test_replacing_a_checkpoint_keeps_files_that_are_not_ours(copy):
+    (copy / "README.md").write_text("notes")
+    model = load_model(copy)
+    model.norm.data.fill_(2)
+    save_model(model, copy)
+    assert (copy / "README.md").read_text() == "notes"
+    assert torch.equal(load_model(copy).norm, torch.full((64,), 2.0))
+
+
+def test_nan_weights_are_not_saved(tmp_path):
+    model = new_model(preset("tiny"))
+    model.layers["3"].attn.q_up.data[0, 0] = float("nan")
+    with pytest.raises(CheckpointError, match=r"layers\.3\.attn\.q_up"):
+        save_model(model, tmp_path / "m")
+    assert not (tmp_path / "m").exists()
+
+
+def test_shards_are_cut_between_layers(tmp_path, monkeypatch):
+    monkeypatch.setattr("rille.model.checkpoint.SHARD_BYTES", 300_000)
+    model = new_model(preset("tiny"))
+    save_model(model, tmp_path / "m", dtype=torch.float32)
+    files = sorted(p.name for p in (tmp_path / "m").glob("*.safetensors"))
+    assert len(files) > 4 and files[0] == f"model-00001-of-{len(files):06d}.safetensors"
+    again = load_model(tmp_path / "m")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(again.get_parameter(name), parameter), name
+    index = json.loads((tmp_path / "m" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors(tmp_path / "m").values())
