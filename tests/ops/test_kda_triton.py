@@ -1,5 +1,6 @@
 """The KDA kernels against the float64 recurrence. Without a GPU they run in Triton's interpreter, where fp32 inputs
-keep fp32 operands: what remains is the algebra and the order of sums. On a GPU operands are bf16, and so are the bounds.
+keep fp32 operands: what remains is the algebra and the order of sums. On a GPU operands are bf16, and so are the
+bounds.
 """
 
 from __future__ import annotations

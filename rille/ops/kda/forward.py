@@ -28,6 +28,7 @@ from rille.ops.kda.state_pass import state_pass_kernel
 from rille.packing import Packing
 
 INTERPRET = bool(knobs.runtime.interpret)
+INTRA_OPTIONS: dict[str, Any] = {"num_warps": 4}
 KEY_WIDTHS, VALUE_WIDTHS = (64, 128), (64, 128, 256)
 
 
@@ -180,7 +181,7 @@ def intra(
         launch: Any = intra_kernel[(M * H,)]
         launch(
             *inputs, t_MHCC, a_MHCC, w_MHCK, q_MHCK, k_MHCK, decay_MHK, *strides, lower_bound or 0.0, K**-0.5,
-            H=H, K=K, BOUNDED=lower_bound is not None, SOLVED=solved, **types(dtype), num_warps=4,
+            H=H, K=K, BOUNDED=lower_bound is not None, SOLVED=solved, **types(dtype), **INTRA_OPTIONS,
         )  # fmt: skip
     return Intra(t_MHCC, a_MHCC, w_MHCK, q_MHCK, k_MHCK, decay_MHK)
 
