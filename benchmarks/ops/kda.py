@@ -2,10 +2,10 @@
 
     PYTHONPATH=. python3 benchmarks/ops/kda.py --out FOLDER [--only H96] [--no-fla]
 
-The gate compares with the float64 recurrence (and fla with it, on the same bf16 inputs); where an error is too large, the
-run ends with 1. Times are medians of `triton.testing.do_bench`, the L2 cache overwritten before each call; the inputs are
-random. A byte floor counts q k v z in and o out once, at the speed of a device copy measured in the same run. The table
-comes last; FOLDER/kda.json holds the same numbers.
+The gate compares with the float64 recurrence (and fla with it, on the same bf16 inputs); where an error is too large,
+the run ends with 1. Times are medians of `triton.testing.do_bench`, the L2 cache overwritten before each call; the
+inputs are random. A byte floor counts q k v z in and o out once, at the speed of a device copy measured in the same
+run. The table comes last; FOLDER/kda.json holds the same numbers.
 """
 
 from __future__ import annotations
