@@ -69,6 +69,17 @@ def test_bfloat16_is_rounded_once() -> None:
     assert all(gradient.dtype == torch.bfloat16 for gradient in outputs_and_gradients(attn_res, sources, query, gain))
 
 
+def test_without_gradients_the_definition_runs() -> None:
+    sources, query, gain = draw(4, 33, 32, dtype=torch.float32)
+    with torch.no_grad():
+        got = attn_res(sources, query, gain, EPS)
+    assert torch.equal(got, reference.attn_res(sources, query, gain, EPS))
+    # The form that trains adds the same numbers in another order; the bound is that of the fp32 error.
+    assert (
+        (attn_res(sources, query, gain, EPS) - got).abs() <= 8 * 32 * 2**-23 * torch.stack(sources).abs().amax(0)
+    ).all()
+
+
 def test_one_source_is_returned_as_it_is() -> None:
     sources, query, gain = draw(1, 5, 7)
     assert torch.equal(attn_res(sources, query, gain, EPS), sources[0])

@@ -7,7 +7,7 @@ from torch import Tensor
 from rille.ops.mla import LatentCache, attention, latent_attention, reference
 from rille.packing import Packing
 
-LENGTHS = [(1,), (0, 1, 0), (63,), (1, 15, 0, 17, 15, 1, 64, 15), (16, 16, 16)]
+LENGTHS = [(1,), (0, 1, 0), (63,), (1, 15, 0, 17, 15, 1, 64, 15), (16, 16, 16), (65, 0, 130, 2, 65)]
 WIDTHS = [(24, 16), (8, 8), (5, 7)]  # keys wider than values, as in MLA; equal; narrower
 H = 3
 
@@ -35,8 +35,8 @@ def test_attention_equals_the_reference_with_gradients(lengths: tuple[int, ...],
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_output_is_fp32_of_the_given_operands(dtype: torch.dtype) -> None:
-    """Low-precision operands lose nothing on the way: only the fp32 arithmetic (63 terms, values of size 3) errs."""
-    packing, qkv = Packing.of([63, 2]), draw_qkv(65, 24, 16, dtype)
+    """Low-precision operands lose nothing on the way: only the fp32 arithmetic (65 terms, values of size 3) errs."""
+    packing, qkv = Packing.of([63, 2, 65]), draw_qkv(130, 24, 16, dtype)
     got = attention(*qkv, packing, 0.2)
     exact = reference.attention(*(tensor.double() for tensor in qkv), packing, 0.2)
     assert got.dtype == torch.float32
@@ -48,21 +48,23 @@ def test_no_tokens(lengths: tuple[int, ...]) -> None:
     assert attention(*draw_qkv(0, 24, 16), Packing.of(lengths), 0.3).shape == (0, H, 16)
 
 
-def test_future_and_other_sequences_do_not_reach_a_row() -> None:
-    q, k, v = draw_qkv(12, 8, 4)
-    packing = Packing.of([4, 5, 3])
+@pytest.mark.parametrize("size", [1, 50])
+def test_future_and_other_sequences_do_not_reach_a_row(size: int) -> None:
+    q, k, v = draw_qkv(4 + 6 * size, 8, 4)
+    packing = Packing.of([4, 3 * size, 3 * size])
     clean = attention(q, k, v, packing, 0.3)
-    k[6:9], v[6:9] = 50 * k[6:9], 50 * v[6:9]  # the second sequence from its third row on
-    k[9:], v[9:], q[9:] = torch.nan, torch.nan, torch.nan  # the third sequence
+    changed, third = slice(4 + 2 * size, 4 + 3 * size), slice(4 + 3 * size, None)
+    k[changed], v[changed] = 50 * k[changed], 50 * v[changed]  # the last third of the second sequence
+    k[third], v[third], q[third] = torch.nan, torch.nan, torch.nan
     got = attention(q, k, v, packing, 0.3)
-    assert torch.equal(got[:6], clean[:6])
-    assert not torch.isclose(got[6:9], clean[6:9]).any() and torch.isnan(got[9:]).all()
+    assert torch.equal(got[: changed.start], clean[: changed.start])
+    assert not torch.isclose(got[changed], clean[changed]).all(-1).any() and torch.isnan(got[third]).all()
 
 
 def test_a_sequence_does_not_depend_on_its_batch() -> None:
-    q, k, v = draw_qkv(70, 24, 16, torch.float32)
-    packed = attention(q, k, v, Packing.of([20, 30, 20]), 0.2)
-    spans = [slice(0, 20), slice(20, 50), slice(50, 70)]
+    q, k, v = draw_qkv(270, 24, 16, torch.float32)
+    spans = [slice(0, 20), slice(20, 120), slice(120, 140), slice(140, 240), slice(240, 270)]
+    packed = attention(q, k, v, Packing.of([20, 100, 20, 100, 30]), 0.2)
     alone = [attention(q[span], k[span], v[span], Packing.of([span.stop - span.start]), 0.2) for span in spans]
     assert torch.equal(packed, torch.cat(alone))
 

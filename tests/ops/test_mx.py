@@ -90,6 +90,7 @@ def test_equals_the_definition(dtype: torch.dtype) -> None:
     for got, want in zip(quantise_mxfp4(w), reference.quantise_mxfp4(w), strict=True):
         assert torch.equal(got, want)
     data, scale = quantise_mxfp4(w)
+    assert data.dtype == scale.dtype == torch.uint8
     assert same(dequantise_mxfp4(data, scale, torch.float64), reference.dequantise_mxfp4(data, scale))
 
 
