@@ -1,4 +1,11 @@
-"""Short causal depthwise convolution with SiLU over packed sequences: `short_conv`, and its `PooledTail`."""
+"""Short causal depthwise convolution with SiLU over packed sequences: `short_conv`, and its `PooledTail`.
+
+`reference.py` is the definition; `kernels.py` are the kernels, launched by `launch.py`.
+"""
+
+import warnings
+from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -7,28 +14,103 @@ from rille.ops.conv import reference
 from rille.ops.conv.arguments import PooledTail, check
 from rille.packing import Packing
 
-__all__ = ["PooledTail", "short_conv"]
+__all__ = ["PooledTail", "choose_backend", "short_conv"]
+
+BACKENDS = ("triton", "reference")
 
 
 def short_conv(
-    x_NC: Tensor, weight_CW: Tensor, packing: Packing, tail: Tensor | PooledTail | None = None
+    x_NC: Tensor,
+    weight_CW: Tensor,
+    packing: Packing,
+    tail: Tensor | PooledTail | None = None,
+    *,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """y[n, c] = silu(sum_j weight[c, W-1-j] x[n-j, c]) in each sequence; nothing passes from one sequence to another.
+    """y[n, c] = silu(sum_j weight[c, W-1-j] x[n-j, c]) within each sequence; nothing passes from one sequence to
+    another.
 
-    x [N, C]. weight fp32 [C, W], W >= 1: weight[:, W-1] meets the current token.
-    tail: the W-1 raw inputs before each sequence's first row, oldest first, zeros where there were fewer. None (zeros),
-        a differentiable tensor [S, W-1, C], or a `PooledTail`, which is read and overwritten in place. It is read
-        whatever the packing's history says: whoever owns it clears it.
+    x [N, C]. weight fp32 [C, W], W >= 1: weight[:, W-1] meets the current token. tail: the W-1 raw inputs before each
+    sequence's first row, oldest first, zeros where there were fewer: zeros (None), a differentiable tensor [S, W-1, C],
+    or a `PooledTail`, which is read and overwritten in place whatever the packing's history says. backend: "triton" or
+    "reference"; by default what `choose_backend` says.
 
-    Returns y [N, C] in x's dtype, and the last W-1 raw inputs of each sequence [S, W-1, C] in the tail's dtype (x's for
-    None), or None with a pool. Where a batch brings fewer than W-1 inputs, the youngest of the old tail stay. Computes
-    in fp32, float64 if x is. Raises ValueError for shapes that do not fit.
-    Source: Kimi K3 report section 2.1.1.
+    Returns y [N, C] in x's dtype and the last W-1 raw inputs of each sequence [S, W-1, C] (rows of the old tail stay
+    where the batch brings fewer than W-1), or None with a pool. Computes in fp32, float64 if x is. The gradient is
+    deterministic. Raises ValueError for shapes that do not fit and for a backend that cannot run. Source: Kimi K3
+    report section 2.1.1.
     """
     check(x_NC, weight_CW, packing, tail)
     if not isinstance(tail, PooledTail):
-        return reference.short_conv(x_NC, weight_CW, packing, tail)
-    y_NC, final_SPC = reference.short_conv(x_NC, weight_CW, packing, tail.pool.detach()[tail.slots])
+        return apply(x_NC, weight_CW, packing, tail, settle(backend, x_NC, weight_CW))
+    name, wants_gradient = settle(backend, x_NC, weight_CW), x_NC.requires_grad or weight_CW.requires_grad
+    if name == "triton" and not (torch.is_grad_enabled() and wants_gradient):
+        from rille.ops.conv import launch
+
+        x_NC, weight_CW = launch.dense_rows(x_NC), weight_CW.detach().contiguous()
+        return launch.short_conv_pooled(x_NC, weight_CW, *where(packing), tail.pool, tail.slots), None
+    y_NC, final_SPC = apply(x_NC, weight_CW, packing, tail.pool.detach()[tail.slots], name)
     with torch.no_grad():
         tail.pool[tail.slots] = final_SPC
     return y_NC, None
+
+
+def apply(
+    x_NC: Tensor, weight_CW: Tensor, packing: Packing, tail_SPC: Tensor | None, name: str
+) -> tuple[Tensor, Tensor]:
+    if name == "reference":
+        return reference.short_conv(x_NC, weight_CW, packing, tail_SPC)
+    from rille.ops.conv import launch
+
+    tail_SPC = None if tail_SPC is None else tail_SPC.contiguous()
+    return launch.short_conv(launch.dense_rows(x_NC), weight_CW.contiguous(), *where(packing), tail_SPC)
+
+
+def where(packing: Packing) -> tuple[Tensor, Tensor]:
+    return packing.starts, packing.sequence_of
+
+
+def choose_backend(x_NC: Tensor, weight_CW: Tensor) -> tuple[str, str]:
+    """The backend for these inputs and, in words, why."""
+    reason = obstacle(x_NC, weight_CW)
+    if reason is None and x_NC.device.type == "cuda":
+        return "triton", "CUDA tensors of a supported shape"
+    return "reference", reason or "the interpreter runs only where it is asked for"
+
+
+def obstacle(x_NC: Tensor, weight_CW: Tensor) -> str | None:
+    """Why the kernels cannot run, or None."""
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if x_NC.device.type != "cuda" and not interpreting():
+        return f"the tensors are on {x_NC.device.type}"
+    if x_NC.dtype not in (torch.bfloat16, torch.float16, torch.float32) or weight_CW.dtype != torch.float32:
+        return f"the kernels take x in bf16, fp16 or fp32 and an fp32 weight, not {x_NC.dtype} and {weight_CW.dtype}"
+    if weight_CW.shape[1] > 4:
+        return f"the kernels know at most 4 taps, the weight has {weight_CW.shape[1]}"
+    return None
+
+
+def interpreting() -> bool:
+    from rille.ops.conv import launch
+
+    return launch.interpreting()
+
+
+def settle(backend: str | None, x_NC: Tensor, weight_CW: Tensor) -> str:
+    if backend is None:
+        name, reason = choose_backend(x_NC, weight_CW)
+        if name == "reference" and x_NC.device.type == "cuda":
+            warn_once(f"short_conv: the reference runs on a GPU, slowly: {reason}")
+        return name
+    if backend not in BACKENDS:
+        raise ValueError(f"short_conv: unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
+    reason = None if backend == "reference" else obstacle(x_NC, weight_CW)
+    if reason is not None:
+        raise ValueError(f"short_conv: backend {backend!r} cannot run: {reason}")
+    return backend
+
+
+@cache
+def warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=4)
