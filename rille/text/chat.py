@@ -18,7 +18,17 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rille.text.markup import Segment, Writer
-from rille.text.messages import Call, Message, Picture, check_names, compact_json, read_messages, read_tools, value_text
+from rille.text.messages import (
+    Call,
+    Message,
+    Picture,
+    check_names,
+    check_tool_choice,
+    compact_json,
+    read_messages,
+    read_tools,
+    value_text,
+)
 from rille.text.vocabulary import CONTROLS, Tokenizer
 
 Channel = Literal["think", "response"]
@@ -124,10 +134,9 @@ def render(
     """
     history = read_messages(messages)
     declared = read_tools(tools) if tools is not None else ()
-    everything = [*declared, *(tool for message in history for tool in message.tools)]
-    check_names(everything)
+    offered = _offered(declared, history)
     opened = _take_partial(history, partial, add_generation_prompt)
-    options = _trailing_options(tool_choice, response_format, bool(everything))
+    options = _trailing_options(tool_choice, response_format, bool(offered))
 
     writer = Writer(images)
     if declared:
@@ -143,6 +152,19 @@ def render(
         channel, opening = _write_prefix(writer, opened, thinking)
     writer.check_images()
     return Prompt(tuple(writer.segments), channel, stable, opening)
+
+
+def declared_tools(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+) -> list[Mapping[str, Any]]:
+    """All tools that may be called: the request's, then those that system messages declare. Raises ValueError."""
+    return _offered(read_tools(tools) if tools is not None else (), read_messages(messages))
+
+
+def _offered(declared: Sequence[Mapping[str, Any]], history: Sequence[Message]) -> list[Mapping[str, Any]]:
+    offered = [*declared, *(tool for message in history for tool in message.tools)]
+    check_names(offered)
+    return offered
 
 
 def _take_partial(history: list[Message], partial: bool, add_generation_prompt: bool) -> Message | None:
@@ -168,10 +190,7 @@ def _trailing_options(
     tool_choice: str | None, response_format: Mapping[str, Any] | str | None, has_tools: bool
 ) -> list[tuple[str, str]]:
     """Kind and body of the system messages that stand behind the history."""
-    if tool_choice not in (None, "auto", *_TOOL_CHOICE):
-        raise ValueError(f"tool_choice {tool_choice!r} is not one of auto, none, required")
-    if tool_choice == "required" and not has_tools:
-        raise ValueError("tool_choice 'required' needs tools, and none are declared")
+    check_tool_choice(tool_choice, has_tools)
     options = [("tool-choice", _TOOL_CHOICE[tool_choice])] if tool_choice in _TOOL_CHOICE else []
     kind, schema = read_response_format(response_format)
     if kind != "text":

@@ -80,6 +80,14 @@ def check_names(tools: Iterable[Mapping[str, Any]]) -> None:
         seen.add(name)
 
 
+def check_tool_choice(tool_choice: str | None, has_tools: bool) -> None:
+    """Raise ValueError unless it is None, auto, none, or required with tools to choose from."""
+    if tool_choice not in (None, "auto", "none", "required"):
+        raise ValueError(f"tool_choice {tool_choice!r} is not one of auto, none, required")
+    if tool_choice == "required" and not has_tools:
+        raise ValueError("tool_choice 'required' needs tools, and none are declared")
+
+
 def compact_json(value: Any, where: str) -> str:
     """JSON without spaces, keys sorted at every depth, order of lists kept, non-ASCII as it is. Raises ValueError."""
     try:

@@ -1,0 +1,154 @@
+"""JSON schemas of arguments, split by the type that an XTML argument names.
+
+    schema  ->  (type, schema of only that type)*        type in string, number, boolean, null, object, array
+
+A string stands raw in XTML and everything else as JSON, and so a grammar must know the type before it knows the value:
+unions, enumerations and references are opened until each part has one type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+TYPES = ("string", "number", "boolean", "null", "object", "array")
+_NOTES = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment")
+_DEPTH = 16  # of references and unions at one place
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The values of one XTML type that a schema admits."""
+
+    type: str
+    schema: Mapping[str, Any]
+
+
+def variants(schema: Any, root: Mapping[str, Any]) -> list[Variant]:
+    """Split a schema by type. root: what `$ref` points into. Raises ValueError for a reference that leads nowhere."""
+    found: list[Variant] = []
+    for variant in _split(schema, root, _DEPTH):
+        whole = Variant(variant.type, _with_root(variant.schema, root))
+        if whole not in found:
+            found.append(whole)
+    return found
+
+
+def loose_keywords(found: Sequence[Variant]) -> list[str]:
+    """Keywords of raw strings that a grammar over raw text does not enforce."""
+    return [
+        f"{keyword} {variant.schema[keyword]!r}"
+        for variant in found
+        if variant.type == "string"
+        for keyword in ("pattern", "format", "allOf", "not", "if")
+        if keyword in variant.schema
+    ]
+
+
+def _split(schema: Any, root: Mapping[str, Any], depth: int) -> Iterator[Variant]:
+    if schema is False:
+        return
+    if schema is not True and not isinstance(schema, Mapping):
+        raise ValueError(f"a schema must be an object, true or false, not {str(schema)[:80]!r}")
+    if depth == 0:
+        raise ValueError(f"a schema nests unions or references more than {_DEPTH} deep")
+    plain = {} if schema is True else {key: value for key, value in schema.items() if key not in _NOTES}
+    for union in ("anyOf", "oneOf"):
+        if union in plain:
+            rest = {key: value for key, value in plain.items() if key != union}
+            for branch in plain[union]:
+                yield from _split(_joined(rest, branch), root, depth - 1)
+            return
+    if "$ref" in plain:
+        rest = {key: value for key, value in plain.items() if key != "$ref"}
+        yield from _split(_joined(rest, _resolve(plain["$ref"], root)), root, depth - 1)
+        return
+    kinds = _types(plain, root, depth)
+    if "const" in plain or "enum" in plain:
+        values = [plain["const"]] if "const" in plain else plain["enum"]
+        for kind in TYPES:
+            group = [value for value in values if _type_of(value) == kind]
+            if group and kind in {_written_as(given) for given in kinds}:
+                yield Variant(kind, {"enum": group})
+        return
+    for kind in kinds:
+        yield Variant(_written_as(kind), {**plain, "type": kind})
+
+
+def _joined(siblings: Mapping[str, Any], schema: Any) -> Any:
+    """A schema together with the keywords that stood beside its union or reference."""
+    if schema is True:
+        return siblings
+    return {**siblings, **schema} if isinstance(schema, Mapping) else schema
+
+
+def _types(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> list[str]:
+    """JSON types that a schema without unions admits."""
+    given = schema.get("type", TYPES)
+    kinds = [given] if isinstance(given, str) else list(given)
+    unknown = [kind for kind in kinds if kind not in (*TYPES, "integer")]
+    if unknown:
+        raise ValueError(f"a schema has the type {unknown[0]!r}; types are {', '.join(TYPES)}, integer")
+    for part in schema.get("allOf", ()):
+        admitted = {variant.type for variant in _split(part, root, depth - 1)}
+        kinds = [kind for kind in kinds if _written_as(kind) in admitted]
+    return [kind for kind in kinds if not (kind == "integer" and "number" in kinds)]
+
+
+def _written_as(kind: str) -> str:
+    """XTML knows no integers."""
+    return "number" if kind == "integer" else kind
+
+
+def _type_of(value: Any) -> str:
+    if isinstance(value, bool):
+        return "boolean"
+    if value is None:
+        return "null"
+    if isinstance(value, (int, float)):
+        return "number"
+    if isinstance(value, str):
+        return "string"
+    return "object" if isinstance(value, Mapping) else "array"
+
+
+def _resolve(reference: str, root: Any) -> Any:
+    """What a reference inside this schema (`#/...`) points to."""
+    target = root
+    for step in reference.removeprefix("#").split("/")[1:]:
+        key = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(target, Mapping) and key in target:
+            target = target[key]
+        elif isinstance(target, Sequence) and not isinstance(target, str) and key.isdigit() and int(key) < len(target):
+            target = target[int(key)]
+        else:
+            raise ValueError(f"the reference {reference!r} leads nowhere in its schema")
+    if not reference.startswith("#"):
+        raise ValueError(f"the reference {reference!r} points outside of its schema")
+    return target
+
+
+def _with_root(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schema that stands by itself: what its references point into comes along."""
+    if not _has_reference(schema):
+        return schema
+    return {**_moved(schema), "$defs": {"root": _moved(root)}}
+
+
+def _has_reference(node: Any) -> bool:
+    if isinstance(node, Mapping):
+        return "$ref" in node or any(map(_has_reference, node.values()))
+    return isinstance(node, list) and any(map(_has_reference, node))
+
+
+def _moved(node: Any) -> Any:
+    """The same schema, its references pointing to where the root has moved."""
+    if isinstance(node, list):
+        return [_moved(item) for item in node]
+    if not isinstance(node, Mapping):
+        return node
+    return {
+        key: f"#/$defs/root{value.removeprefix('#')}" if key == "$ref" and isinstance(value, str) else _moved(value)
+        for key, value in node.items()
+    }
