@@ -65,7 +65,7 @@ def complain(error: Exception, code: int) -> int:
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    close = get_close_matches(word, list(known), n=1)
+    close = get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ";"
 
 

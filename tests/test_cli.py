@@ -226,7 +226,7 @@ def test_ctrl_c_saves_and_resume_goes_on(text, tmp_path):
     command += [*SMALL.split(), "--steps", "4000", "--checkpoint-every", "1000"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment())
     deadline = time.monotonic() + 120
-    while not read_metrics(out / "metrics.jsonl") and time.monotonic() < deadline:
+    while not read_metrics(out / "metrics.jsonl") and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     _, printed = process.communicate(timeout=120)
