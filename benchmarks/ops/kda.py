@@ -168,7 +168,7 @@ def measure_forward(work: Work, speed: float, with_fla: bool) -> dict[str, Any]:
         pass_arguments = (made, v, starts, case.packing.longest_first, chunks.first, None, final)
         row["pass"] = median_ms(lambda: kernels.state_pass(*pass_arguments))
         row |= measure_intra(lambda: kernels.intra(*first_arguments))
-        row |= measure_blocks(lambda: kernels.state_pass(*pass_arguments), work)
+        row |= measure_blocks(lambda: kernels.state_pass(*pass_arguments))
         row["TFLOP/s"] = 13.7e6 * chunks.spans.shape[0] * work.H / row["ours"] * 1e-9
         if with_fla:
             row["fla"] = median_ms(case.fla, rep=100)
@@ -177,17 +177,40 @@ def measure_forward(work: Work, speed: float, with_fla: bool) -> dict[str, Any]:
     return row
 
 
-BLOCKS = {"128x8x2": (128, 8, 2), "64x4x3": (64, 4, 3), "64x4x2": (64, 4, 2)}
+BLOCKS = {  # Gluon or not, value channels a program, warps, stages
+    "r128x2": (True, 128, 8, 2),
+    "r64x3": (True, 64, 4, 3),
+    "t128x2": (False, 128, 8, 2),
+    "t64x3": (False, 64, 4, 3),
+}
 
 
-def measure_blocks(call: Callable[[], Any], work: Work) -> dict[str, float]:
-    """The state pass for each way to split V: value channels a program, warps, stages."""
-    chosen, times = kernels.value_block, {}
-    for name, block in BLOCKS.items():
-        kernels.value_block = lambda *_, block=block: block
+def measure_blocks(call: Callable[[], Any]) -> dict[str, float]:
+    """The state pass for each way to split V."""
+    chosen, times = (kernels.value_block, kernels.RING), {}
+    for name, (ring, *block) in BLOCKS.items():
+        kernels.RING, kernels.value_block = ring, lambda *_, block=block: block
         times[name] = median_ms(call, rep=30)
-    kernels.value_block = chosen
+    kernels.value_block, kernels.RING = chosen
     return times
+
+
+def twin_failures() -> list[str]:
+    """The Gluon state pass must agree with its Triton twin, for both splits of V."""
+    failures, chosen = [], (kernels.value_block, kernels.RING)
+    for work in GATE_WORKS:
+        case, outputs = draw(work, stateful=True), {}
+        for name, (ring, *block) in BLOCKS.items():
+            kernels.RING, kernels.value_block = ring, lambda *_, block=block: block
+            if work.V % block[0] == 0:
+                outputs[name] = case.ours()[0]
+        differ = {name: distance(o, outputs["t64x3"]) for name, o in outputs.items()}
+        print("  twins", work.name, *(f"{name} {x:.1e}" for name, x in differ.items()), flush=True)
+        failures += [
+            f"gate: {work.name}: {name} is off its twin by {x:.1e}" for name, x in differ.items() if not x <= 2e-3
+        ]
+    kernels.value_block, kernels.RING = chosen
+    return failures
 
 
 INTRA = {"i4": {"num_warps": 4}, "i4r168": {"num_warps": 4, "maxnreg": 168}, "i8": {"num_warps": 8}}
@@ -246,13 +269,14 @@ def main() -> None:
     }
     print(report["device"], report["versions"], "fla", report["fla"], flush=True)
     report["gate"] = check_forward(with_fla)
+    twins = twin_failures()
     report["copy TB/s"] = copy_speed() * 1e-9
     report["forward"] = measure_all(options.only, report["copy TB/s"] * 1e9, with_fla, options.seconds)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "kda.json").write_text(json.dumps(report, indent=1))
     print(f"\n{report['device']}, copy {report['copy TB/s']:.2f} TB/s; milliseconds")
     print_table(report["forward"])
-    if failures := gate_failures(report["gate"]):
+    if failures := gate_failures(report["gate"]) + twins:
         raise SystemExit("\n".join(failures))
 
 

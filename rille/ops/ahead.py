@@ -1,7 +1,7 @@
 """Compile the Triton kernels for Hopper on a machine without a GPU, and hold each to its resources.
 
-Each op with kernels has a `specimens.py` with `SPECIMENS`, a list of `Specimen` (or a function `specimens()` that
-returns one): a kernel together with the argument types and constants of one real launch. Compiling them shows what the
+Each op with kernels has a `specimens.py` (or several `..._specimens.py`) with `SPECIMENS`, a list of `Specimen` (or a
+function `specimens()` that returns one): a kernel together with the argument types and constants of one real launch. Compiling them shows what the
 interpreter cannot: that the machine code exists, that nothing spills, that shared memory fits, that products use wgmma.
 
     python -m rille.ops.ahead [--op kda] [--only WORD] [--sass FOLDER]
@@ -168,12 +168,15 @@ def violations(specimen: Specimen, build: Build) -> list[str]:
 
 
 def ops_with_specimens() -> list[str]:
-    return sorted(path.parent.name for path in Path(__file__).parent.glob("*/specimens.py"))
+    return sorted({path.parent.name for path in Path(__file__).parent.glob("*/*specimens.py")})
 
 
 def specimens_of(op: str) -> list[Specimen]:
-    module = importlib.import_module(f"rille.ops.{op}.specimens")
-    return list(module.SPECIMENS) if hasattr(module, "SPECIMENS") else module.specimens()
+    found: list[Specimen] = []
+    for path in sorted((Path(__file__).parent / op).glob("*specimens.py")):
+        module = importlib.import_module(f"rille.ops.{op}.{path.stem}")
+        found += module.SPECIMENS if hasattr(module, "SPECIMENS") else module.specimens()
+    return found
 
 
 COLUMNS = "warps regs spill shared wgmma A-reg instr loops"

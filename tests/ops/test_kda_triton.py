@@ -12,6 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from rille.ops.kda import Gate, PooledState, choose_backend, kda
+from rille.ops.kda import forward as kernels
 from rille.ops.kda.forward import INTERPRET, forward, intra, value_block
 from rille.packing import Packing
 
@@ -197,3 +198,19 @@ def test_refusals() -> None:
         kda(inputs[0].detach(), *inputs[1:], Gate(gate.A_log, gate.dt_bias, -6.0), packing, backend="triton")
     if INTERPRET:
         assert choose_backend(*inputs, gate, packing) == ("reference", "no CUDA tensors")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", [(128, 8, 2), (64, 4, 3)])
+def test_ring_equals_its_twin(block: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, gate = draw(PACKED, K=128, V=128)
+    packing = Packing.of(PACKED, device=DEVICE)
+    state = states(packing, inputs)
+    monkeypatch.setattr(kernels, "value_block", lambda *_: block)
+    outputs = []
+    for ring in (True, False):
+        monkeypatch.setattr(kernels, "RING", ring)
+        outputs.append(kda(*inputs, gate, packing, state, backend="triton"))
+    for x, y in zip(*outputs, strict=True):
+        assert x is not None and y is not None
+        torch.testing.assert_close(x, y, atol=2e-2, rtol=1e-2)

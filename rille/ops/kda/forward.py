@@ -28,6 +28,7 @@ from rille.ops.kda.state_pass import state_pass_kernel
 from rille.packing import Packing
 
 INTERPRET = bool(knobs.runtime.interpret)
+RING = not INTERPRET  # the state pass in Gluon; its Triton twin runs where this is False
 INTRA_OPTIONS: dict[str, Any] = {"num_warps": 4}
 KEY_WIDTHS, VALUE_WIDTHS = (64, 128), (64, 128, 256)
 
@@ -200,7 +201,7 @@ def state_pass(
     """The second kernel: o. initial and final [slots, H, V, K] may be one pool; slots_S says which row a sequence has
     (its own number by default), checkpoints_M into which row of final the state after each chunk goes (-1: none)."""
     (N, H, V), K, S = v_NHV.shape, chunks.decay_MHK.shape[2], first_S.shape[0]
-    v_NHV, dtype = packed_heads(v_NHV), chunks.t_MHCC.dtype
+    v_NHV = packed_heads(v_NHV)
     o_NHV = v_NHV.new_empty(N, H, V)
     if S * H == 0:
         return o_NHV
@@ -209,18 +210,55 @@ def state_pass(
             final.zero_() if initial is None else final.copy_(initial)
         return o_NHV
     block, num_warps, stages = value_block(V, S * H, multiprocessors(v_NHV.device))
-    operands = (chunks.t_MHCC, chunks.a_MHCC, *chunks[2:5])
-    tiles = [TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [CHUNK, x.shape[-1]]) for x in operands]
     initial, final = packed_states(initial), packed_states(final)
     saved = final if checkpoints_M is not None else None
     strides = [x.stride(0) if x is not None else 0 for x in (initial, final, saved)]
-    launch: Any = state_pass_kernel[(S * H * (V // block),)]
-    launch(
-        *tiles, v_NHV, chunks.decay_MHK, o_NHV, starts, order_S, first_S, initial, final, slots_S, saved, checkpoints_M,
-        v_NHV.stride(0), *strides,
-        H=H, K=K, V=V, BV=block, **types(dtype), STAGES=stages, num_warps=num_warps,
-    )  # fmt: skip
+    indices = (starts, order_S, first_S, initial, final, slots_S, saved, checkpoints_M)
+    shape = dict(H=H, K=K, V=V, BV=block, STAGES=stages, num_warps=num_warps)
+    launch = launch_ring if RING and v_NHV.dtype == torch.bfloat16 and v_NHV.stride(0) % 8 == 0 else launch_twin
+    launch((S * H * (V // block),), chunks, v_NHV, o_NHV, indices, strides, shape)
     return o_NHV
+
+
+def launch_twin(
+    grid: tuple[int], chunks: Intra, v_NHV: Tensor, o_NHV: Tensor, indices: tuple, strides: list, shape: dict
+) -> None:
+    operands = (chunks.t_MHCC, chunks.a_MHCC, *chunks[2:5])
+    tiles = [TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [CHUNK, x.shape[-1]]) for x in operands]
+    launch: Any = state_pass_kernel[grid]
+    decay_MHK, dtype = chunks.decay_MHK, chunks.t_MHCC.dtype
+    launch(*tiles, v_NHV, decay_MHK, o_NHV, *indices, v_NHV.stride(0), *strides, **shape, **types(dtype))
+
+
+def launch_ring(
+    grid: tuple[int], chunks: Intra, v_NHV: Tensor, o_NHV: Tensor, indices: tuple, strides: list, shape: dict
+) -> None:
+    from rille.ops.kda import state_pass_gluon
+
+    K, BV = shape["K"], shape["BV"]
+    operands = (chunks.t_MHCC, chunks.a_MHCC, *chunks[2:5])
+    tiles = [ring_descriptor(x.view(-1, x.shape[-1]), [CHUNK, x.shape[-1]]) for x in operands]
+    tiles.append(ring_descriptor(heads_joined(v_NHV), [CHUNK, BV]))
+    tiles.append(ring_descriptor(chunks.decay_MHK.view(-1, K), [1, K]))
+    tiles.append(ring_descriptor(heads_joined(o_NHV), [CHUNK, BV]))
+    kernel: Any = state_pass_gluon.state_pass_ring_kernel
+    kernel[grid](*tiles, o_NHV, *indices, *strides, **shape)
+
+
+def heads_joined(x_NHV: Tensor) -> Tensor:
+    """[N, H * V], a view."""
+    N, H, V = x_NHV.shape
+    return x_NHV.as_strided((N, H * V), (x_NHV.stride(0), 1))
+
+
+def ring_descriptor(x: Tensor, tile: list[int]) -> Any:
+    """A TMA descriptor with the layout of the tile in shared memory, which Gluon wants spelled out."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Descriptor
+
+    dtype = gl.float32 if x.dtype == torch.float32 else gl.bfloat16
+    layout: Any = gl.NVMMASharedLayout.get_default_for(tile, dtype)
+    return Descriptor.from_tensor(x, tile, layout)
 
 
 def value_block(V: int, programs: int, multiprocessors: int) -> tuple[int, int, int]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import triton.language as tl
+from triton.experimental.gluon import language as gl
 
 from rille.ops.ahead import Specimen
 from rille.ops.kda.intra import intra_kernel
 from rille.ops.kda.state_pass import state_pass_kernel
+from rille.ops.kda.state_pass_gluon import state_pass_ring_kernel
 
 POINTERS = {
     "*bf16": "q_ptr k_ptr v_ptr z_ptr b_ptr o_ptr anchors_ptr t_ptr a_ptr w_ptr q_out_ptr k_out_ptr",
@@ -46,6 +48,26 @@ def state_pass(name: str, BV: int, K: int = 128, V: int = 128, absent: str = "")
     return specimen(f"kda_state_pass_{name}", state_pass_kernel, constexprs, BV // 16, want_wgmma=True)
 
 
+def ring(name: str, BV: int, K: int = 128, V: int = 128, absent: str = "") -> Specimen:
+    """The Gluon state pass: its descriptors spell out the layout in shared memory."""
+    tiles = {name: [64, K] for name in ("w_desc", "q_desc", "k_desc")} | {"t_desc": [64, 64], "a_desc": [64, 64]}
+    tiles |= {"v_desc": [64, BV], "o_desc": [64, BV], "decay_desc": [1, K]}
+    shape = dict(H=96, K=K, V=V, BV=BV, STAGES=3 if BV == 64 else 2, num_warps=BV // 16)
+    constexprs = shape | dict.fromkeys(absent.split())
+    types = TYPES | {
+        name: ring_descriptor(tile, "fp32" if name == "decay_desc" else "bf16") for name, tile in tiles.items()
+    }
+    kernel: Any = state_pass_ring_kernel
+    signature = {name: types[name] for name in kernel.arg_names if name not in constexprs}
+    name = f"kda_state_pass_ring_{name}"
+    return Specimen(name, kernel, signature, constexprs, BV // 16, divisible=WHOLE, want_wgmma=True)
+
+
+def ring_descriptor(tile: list[int], dtype: str) -> str:
+    layout = gl.NVMMASharedLayout.get_default_for(tile, gl.float32 if dtype == "fp32" else gl.bfloat16)
+    return f"tensordesc<{dtype}{tile},{layout!r}>"
+
+
 SPILL: dict[str, Any] = {
     "max_spill_bytes": 3072,
     "reason": "whole tiles [64, 128] of q, k and z pass through the registers of one warp group",
@@ -60,4 +82,9 @@ SPECIMENS = [
     state_pass("pool", 128),
     state_pass("k64", 64, K=64, V=64, absent="slots_ptr saved_ptr saved_slots_ptr"),
     state_pass("v256", 128, V=256),
+    ring("v128", 128, absent="initial_ptr slots_ptr saved_ptr saved_slots_ptr"),
+    ring("v64", 64, absent="slots_ptr saved_ptr saved_slots_ptr"),
+    ring("pool", 128),
+    ring("k64", 64, K=64, V=64, absent="slots_ptr saved_ptr saved_slots_ptr"),
+    ring("v256", 128, V=256),
 ]
