@@ -77,10 +77,12 @@ def leading_bits(x):
 
 
 @triton.jit
-def log2_decay(x, rate, lower_bound, BOUNDED: tl.constexpr, INTERPRET: tl.constexpr):
+def log2_decay(z, bias, rate, lower_bound, BOUNDED: tl.constexpr, INTERPRET: tl.constexpr):
     """g / ln 2 for x = z + dt_bias: lower_bound sigmoid(rate x), or -rate softplus(x), at least -150 (2^-150 is 0)."""
     if BOUNDED:
-        return (lower_bound * LOG2E) * reciprocal(1.0 + exp2(x * (rate * -LOG2E), INTERPRET), INTERPRET)
+        slope = rate * -LOG2E
+        return (lower_bound * LOG2E) * reciprocal(1.0 + exp2(z * slope + bias * slope, INTERPRET), INTERPRET)
+    x = z + bias
     small = tl.exp2(-tl.abs(x) * LOG2E)
     rounded = 1.0 + small  # its logarithm times small / (rounded - 1) is that of the unrounded sum
     tail = tl.where(rounded == 1.0, small * LOG2E, tl.log2(rounded) * (small / (rounded - 1.0)))
@@ -264,7 +266,7 @@ def intra_kernel(
     z = tl.load(z_ptr + token[:, None] * z_stride + place[None, :], mask=held, other=0.0).to(tl.float32)
     rate = exp2(tl.load(A_log_ptr + h).to(tl.float32) * LOG2E, INTERPRET)
     bias = tl.load(dt_bias_ptr + place).to(tl.float32)
-    g = tl.where(held, log2_decay(z + bias[None, :], rate, lower_bound, BOUNDED, INTERPRET), 0.0)
+    g = tl.where(held, log2_decay(z, bias[None, :], rate, lower_bound, BOUNDED, INTERPRET), 0.0)
     anchors = tl.load(anchors_ptr + row[:, None] * C + row[None, :])
     x = anchored_sums(anchors, g, OPERAND, BOUNDED, INTERPRET)
     t0, t1, t2, t3 = tile_totals(g, K)
