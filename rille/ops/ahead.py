@@ -1,9 +1,9 @@
 """Compile the Triton kernels for Hopper on a machine without a GPU, and hold each to its resources.
 
 Each op with kernels has a `specimens.py`, and `..._specimens.py` where it has many, with `SPECIMENS`, a list of
-`Specimen` (or a function `specimens()` that returns one): a kernel together with the argument types and constants of one
-real launch. Compiling them shows what the interpreter cannot: that the machine code exists, that nothing spills, that
-shared memory fits, that products use wgmma.
+`Specimen` (or a function `specimens()` that returns one): a kernel together with the argument types and constants of
+one real launch. Compiling them shows what the interpreter cannot: that the machine code exists, that nothing spills,
+that shared memory fits, that products use wgmma.
 
     python -m rille.ops.ahead [--op kda] [--only WORD] [--sass FOLDER]
 
