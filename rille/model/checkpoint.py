@@ -2,8 +2,9 @@
 
     config.json    model-00001-of-0000NN.safetensors ...    model.safetensors.index.json    (tokenizer files)
 
-`parameter_table` says which official tensor fills which rows of which parameter. Routed experts are MXFP4 or plain, decided tensor by
-tensor (is there an `X.weight_packed`?); the group exponents of packed ones are kept, so that loading and saving gives the same bytes.
+`parameter_table` says which official tensor fills which rows of which parameter. Routed experts are MXFP4 or plain,
+decided tensor by tensor (is there an `X.weight_packed`?); the group exponents of packed ones are kept, so that loading
+and saving gives the same bytes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -19,9 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from rille.model.config import K3Config
+from rille.model.kda import KDA
 from rille.model.model import K3
 from rille.model.moe import ExpertWeights
-from rille.model.names import VISION_PREFIXES, Entry, parameter_table
+from rille.model.names import Entry, mtp_copies, parameter_table
+from rille.model.official import with_quantization
 from rille.model.publish import publishing
 from rille.model.shards import INDEX, CheckpointError, ShardReader, Stored, read_headers, reading, save_shard, shorten
 from rille.ops.mx import dequantise_mxfp4, quantise_mxfp4
@@ -51,23 +54,25 @@ def load_model(
 ) -> K3:
     """Load an official checkpoint directory.
 
-    dtype: of the parameters in memory (those that the format stores in fp32 stay fp32). layers: hold and read only this range.
-    Uses the model's own bytes and one shard.
+    dtype: of the parameters in memory (those that the format stores in fp32 stay fp32). layers: hold and read only this
+    range. Uses the model's own bytes and one shard.
 
-    Raises FileNotFoundError or ValueError (CheckpointError) with everything that is wrong: unknown config keys, missing, surplus,
-    misshaped, truncated tensors, NaN or infinite values.
+    Raises FileNotFoundError or ValueError (CheckpointError) with everything that is wrong: unknown config keys,
+    missing, surplus, misshaped, truncated tensors, NaN or infinite values.
     """
     directory = Path(path)
     config = K3Config.load(directory)
     stored = read_headers(directory)
-    table = parameter_table(config, layers)
-    check_names(directory, config, table, stored, whole=layers is None)
+    table = as_spelled(parameter_table(config, layers), stored)
+    copies = [entry for entry in mtp_copies(config) if entry.official in stored]
+    check_names(directory, table, copies, stored, whole=layers is None)
     model = K3(config, dtype=dtype, device=device, layers=layers)
     parameters = dict(model.named_parameters())
     bad: list[str] = []
     with torch.no_grad(), reading(directory, stored) as read:
         for piece in sorted(_pieces(table, stored), key=lambda p: (stored[p.names[0]].file, p.names[0])):
             bad += _fill(model, parameters, piece, read)
+        bad += [text for entry in copies for text in _other_than(parameters[entry.parameter], entry, read)]
     if bad:
         raise CheckpointError(f"{directory}: {len(bad)} bad tensors: {shorten(bad)}")
     model.prepare()
@@ -94,16 +99,27 @@ def _pieces(table: list[Entry], stored: dict[str, Stored]) -> Iterator[Piece]:
                 yield Piece(entry, expert, (f"{name}.weight",))
 
 
+def as_spelled(table: list[Entry], stored: dict[str, Stored]) -> list[Entry]:
+    """The table with the names of the files: transformers writes a dense layer's `mlp` as `block_sparse_moe`."""
+    others = [entry.official.replace(".mlp.", ".block_sparse_moe.") for entry in table]
+    return [
+        replace(entry, official=other) if entry.official not in stored and other in stored else entry
+        for entry, other in zip(table, others, strict=True)
+    ]
+
+
 def check_names(
-    directory: Path, c: K3Config, table: list[Entry], stored: dict[str, Stored], *, whole: bool
+    directory: Path, table: list[Entry], copies: list[Entry], stored: dict[str, Stored], *, whole: bool
 ) -> None:
-    """Hold the table against the headers. Raises CheckpointError with every difference."""
-    pieces = list(_pieces(table, stored))
+    """Hold the table, and those copies that there are, against the headers.
+
+    Raises CheckpointError with every difference.
+    """
+    pieces = list(_pieces([*table, *copies], stored))
     expected = {name for piece in pieces for name in piece.names}
     missing = [name for piece in pieces for name in piece.names if name not in stored]
     wrong = [text for piece in pieces for text in _misfits(piece, stored)]
-    known = tuple(VISION_PREFIXES) if c.vision is not None else ()
-    surplus = [name for name in stored if name not in expected and not name.startswith(known)] if whole else []
+    surplus = [name for name in stored if name not in expected] if whole else []
     problems = [
         f"{len(names)} {what}: {shorten(names)}"
         for what, names in (("missing", missing), ("surplus", surplus), ("misshaped", wrong))
@@ -171,11 +187,19 @@ def _fill_packed(model: K3, parameter: Tensor, piece: Piece, read: ShardReader) 
     return []
 
 
+def _other_than(parameter: Tensor, copy: Entry, read: ShardReader) -> Iterator[str]:
+    """A complaint where a copy of embedding or head is another tensor than the one that the model has."""
+    if not torch.equal(read(copy.official).to(parameter.device, parameter.dtype), parameter):
+        yield f"{copy.official} (differs from the model's own, which the MTP layer shares)"
+
+
 def _fill_a_log(model: K3, piece: Piece, read: ShardReader) -> list[str]:
-    """A_log keeps the length that was stored: heads, then zeros."""
-    value = read(piece.names[0]).flatten().float()
-    module_name, leaf = piece.entry.parameter.rsplit(".", 1)
-    setattr(model.get_submodule(module_name), leaf, nn.Parameter(value.clone().to(model.device)))
+    """A_log keeps the length that was stored: heads, then zeros; and its axes, for saving."""
+    stored = read(piece.names[0])
+    value = stored.flatten().float()
+    layer = model.get_submodule(piece.entry.parameter.rsplit(".", 1)[0])
+    assert isinstance(layer, KDA)
+    layer.A_log, layer.A_log_stored = nn.Parameter(value.clone().to(model.device)), tuple(stored.shape)
     if bool(value[piece.entry.shape[0] :].any()):
         return [f"{piece.names[0]} (entries beyond the {piece.entry.shape[0]} heads are not zero)"]
     return [] if bool(torch.isfinite(value).all()) else [f"{piece.names[0]} (NaN or infinite values)"]
@@ -194,10 +218,12 @@ def save_model(
 ) -> None:
     """Write an official checkpoint directory; what stood at `path` is replaced only when everything is written.
 
-    experts: "keep" stores an expert tensor as it was loaded (MXFP4 where it was packed), "bf16" plain, "mxfp4" packed. dtype: of the
-    plain tensors, bf16 in the official format; the official fp32 tensors stay fp32. tokenizer: saves its files beside the shards.
+    experts: "keep" stores an expert tensor as it was loaded (MXFP4 where it was packed), "bf16" plain, "mxfp4" packed.
+    dtype: of the plain tensors, bf16 in the official format; the official fp32 tensors stay fp32. tokenizer: saves its
+    files beside the shards.
 
-    Raises CheckpointError for a model that holds a range of layers, NaN or infinite values, widths that MXFP4 groups do not divide.
+    Raises CheckpointError for a model that holds a range of layers, NaN or infinite values, widths that MXFP4 groups do
+    not divide.
     """
     if experts not in ("keep", "bf16", "mxfp4"):
         raise ValueError(f"experts={experts!r}: choose keep, bf16 or mxfp4")
@@ -208,7 +234,7 @@ def save_model(
         _keep_other_files(path, directory)
         written = _write_shards(model, directory, experts, dtype)
         packed = any(name.endswith(".weight_packed") for name in written.names)
-        config = _with_quantization(model.config, packed).replace(dtype=str(dtype).removeprefix("torch."))
+        config = with_quantization(model.config, packed).replace(dtype=str(dtype).removeprefix("torch."))
         text = json.dumps(config.to_official(), indent=2, ensure_ascii=False)
         (directory / "config.json").write_text(text, encoding="utf-8")
         if tokenizer is not None:
@@ -251,7 +277,7 @@ def _write_shards(model: K3, directory: Path, experts: Experts, dtype: torch.dty
 
 
 def _shards(model: K3, experts: Experts, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
-    """Whole layers, as many as fit SHARD_BYTES, then embedding, head and output norms."""
+    """Whole groups, as many as fit SHARD_BYTES."""
     shard: dict[str, Tensor] = {}
     for group in _groups(model):
         tensors = {n: t for entry in group for n, t in _official_tensors(model, entry, experts, dtype)}
@@ -265,12 +291,12 @@ def _shards(model: K3, experts: Experts, dtype: torch.dtype) -> Iterator[dict[st
 
 
 def _groups(model: K3) -> list[list[Entry]]:
+    """What goes into a shard together: one layer after the other, the trunk's other tensors, tower, projector."""
     groups: dict[str, list[Entry]] = {}
-    for entry in parameter_table(model.config):
-        layer = entry.parameter.split(".")[1] if entry.parameter.startswith("layers.") else "rest"
-        groups.setdefault(layer, []).append(entry)
-    rest = groups.pop("rest")
-    return [*groups.values(), rest]
+    for entry in (*parameter_table(model.config), *mtp_copies(model.config)):
+        layer = entry.official.partition("model.layers.")[2].partition(".")[0]
+        groups.setdefault(layer or entry.official.partition(".")[0], []).append(entry)
+    return [groups[key] for key in sorted(groups, key=lambda key: not key.isdigit())]
 
 
 def _official_tensors(model: K3, entry: Entry, experts: Experts, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -280,7 +306,9 @@ def _official_tensors(model: K3, entry: Entry, experts: Experts, dtype: torch.dt
     if entry.experts is not None:
         yield from _expert_tensors(model, entry, parameter, experts, dtype)
     elif entry.official.endswith(".A_log"):
-        yield entry.official, parameter.cpu().clone()
+        layer = model.get_submodule(entry.parameter.rsplit(".", 1)[0])
+        assert isinstance(layer, KDA)
+        yield entry.official, parameter.cpu().clone().view(layer.A_log_stored or -1)
     else:
         rows = parameter if entry.rows is None else parameter[entry.rows[0] : entry.rows[1]]
         stored = torch.float32 if entry.storage == "f32" else dtype
@@ -311,52 +339,3 @@ def _divisible(weight: Tensor, name: str) -> Tensor:
     if weight.shape[-1] % GROUP:
         raise CheckpointError(f"{name}: {weight.shape[-1]} input columns are no multiple of MXFP4's groups of {GROUP}")
     return weight
-
-
-def _with_quantization(c: K3Config, packed: bool) -> K3Config:
-    """The config with or without the official `quantization_config`, as the tensors are."""
-    inert = {key: dict(value) for key, value in (c.inert or {"": {}, "text_config": {}}).items()}
-    if packed:
-        inert["text_config"].setdefault("quantization_config", QUANTIZATION)
-    else:
-        inert["text_config"].pop("quantization_config", None)
-    return c.replace(inert=inert)
-
-
-QUANTIZATION = {
-    "quant_method": "compressed-tensors",
-    "format": "mxfp4-pack-quantized",
-    "quantization_status": "compressed",
-    "kv_cache_scheme": None,
-    "global_compression_ratio": None,
-    "ignore": [
-        "re:.*self_attn.*",
-        "re:.*shared_experts.*",
-        r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
-        "re:.*lm_head.*",
-        "re:.*vision_tower.*",
-        "re:.*mm_projector.*",
-    ],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "format": "mxfp4-pack-quantized",
-            "input_activations": None,
-            "output_activations": None,
-            "weights": {
-                "type": "float",
-                "num_bits": 4,
-                "group_size": GROUP,
-                "strategy": "group",
-                "symmetric": True,
-                "dynamic": False,
-                "scale_dtype": "torch.uint8",
-                "observer": "minmax",
-                "observer_kwargs": {},
-                "actorder": None,
-                "block_structure": None,
-                "zp_dtype": None,
-            },
-        }
-    },
-}

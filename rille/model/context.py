@@ -1,8 +1,9 @@
 """Context: what a forward call carries besides the hidden states.
 
-The seams of the house meet here, each a small object with a single-device default: `packing` (boundaries), `memory` (what earlier calls
-left), `routes` (record or replay the chosen experts), `counts` (expert load and histogram), `tap` (the one hook for traces,
-metrics and draft features), `exchange` (experts on other ranks), `shard` (sequences on other ranks).
+The seams of the house meet here, each a small object with a single-device default: `packing` (boundaries), `memory`
+(what earlier calls left), `routes` (record or replay the chosen experts), `counts` (expert load and histogram), `tap`
+(the one hook for traces, metrics and draft features), `exchange` (experts on other ranks), `shard` (sequences on other
+ranks), `media` (pictures on the token axis).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from rille.packing import Packing
 
 if TYPE_CHECKING:
     from rille.model.balance import Counts
+    from rille.model.media import Media
     from rille.model.memory import Memory
     from rille.model.moe import ExpertWeights
 
@@ -34,9 +36,10 @@ def no_tap(name: str, tensor: Tensor) -> Tensor:
 class Exchange(Protocol):
     """Moves tokens to the ranks that hold their experts and the results back.
 
-    `dispatch` gives the rows that this rank's experts compute, with local expert ids and the weights for the combine; `weights` gives the
-    operands of the experts that compute here (a redundant expert's parameters may be fetched, and its gradient go home); `combine` gives
-    the sums back in the caller's token order, fp32 [N, L]. None of them changes its arguments.
+    `dispatch` gives the rows that this rank's experts compute, with local expert ids and the weights for the combine;
+    `weights` gives the operands of the experts that compute here (a redundant expert's parameters may be fetched, and
+    its gradient go home); `combine` gives the sums back in the caller's token order, fp32 [N, L]. None of them changes
+    its arguments.
     """
 
     def dispatch(self, x_NL: Tensor, ids_NA: Tensor, weights_NA: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
@@ -64,8 +67,8 @@ ConvTail = Tensor | PooledTail | None
 class Shard(Protocol):
     """Gives a layer what lies before this rank's part of each sequence.
 
-    `conv_tail` and `kda_state` replace the incoming tail and state of a layer (halo and state passing); `latents` gathers MLA's cached
-    rows from the ranks before. The single-device shard returns what it is given.
+    `conv_tail` and `kda_state` replace the incoming tail and state of a layer (halo and state passing); `latents`
+    gathers MLA's cached rows from the ranks before. The single-device shard returns what it is given.
     """
 
     def conv_tail(self, x_NC: Tensor, tail: ConvTail) -> ConvTail: ...
@@ -90,8 +93,8 @@ class WholeSequences:
 class Routes:
     """The experts chosen at each MoE layer: recorded as the forward runs, or replayed.
 
-    chosen: layer -> int64 [N, A]. With `replay` the forward takes the ids from `chosen` instead of the router's scores (the weights are
-    still the scores of those experts, so gradients flow).
+    chosen: layer -> int64 [N, A]. With `replay` the forward takes the ids from `chosen` instead of the router's scores
+    (the weights are still the scores of those experts, so gradients flow).
     """
 
     chosen: dict[int, Tensor] = field(default_factory=dict)
@@ -104,14 +107,15 @@ class Routes:
         recorded = self.chosen[layer]
         if recorded.shape != ids_NA.shape:
             raise ValueError(
-                f"routes: layer {layer} replays ids of shape {tuple(recorded.shape)}, the batch needs {tuple(ids_NA.shape)}"
+                f"routes: layer {layer} replays ids of shape {tuple(recorded.shape)}, the batch needs "
+                f"{tuple(ids_NA.shape)}"
             )
         return recorded
 
 
 @dataclass
 class Context:
-    """Everything a forward call carries besides the hidden states. The defaults are a single device that remembers nothing."""
+    """Everything a forward call carries besides the hidden states. The defaults: one device that remembers nothing."""
 
     packing: Packing
     memory: Memory | None = None
@@ -120,6 +124,7 @@ class Context:
     tap: Tap = no_tap
     exchange: Exchange = field(default_factory=LocalExchange)
     shard: Shard = field(default_factory=WholeSequences)
+    media: Media | None = None
 
     @property
     def device(self) -> torch.device:

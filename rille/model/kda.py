@@ -1,8 +1,10 @@
 """The Kimi Delta Attention layer (report §2.1.1).
 
     q, k, v = SiLU(ShortConv(W x))          z = W_up W_down x          b = W_b x
-    S <- (I - beta k k^T) Diag(alpha) S + beta k v^T,   o = S^T q      (`rille.ops.kda`; L2 norms, decay and beta inside)
+    S <- (I - beta k k^T) Diag(alpha) S + beta k v^T,   o = S^T q      (`rille.ops.kda`: L2 norms, decay, beta too)
     y = W_o [ sigmoid(W_g x) * RMSNorm_head(o) ]
+
+The output gate has full rank in K3 and low rank in Kimi Linear, whose decay is a softplus without bound.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ class KDA(nn.Module):
         self.qkv_conv = new.f32(3 * width, c.conv_width)
         self.decay_down, self.decay_up = new(c.kda_head_dim, d), new(width, c.kda_head_dim)
         self.beta_proj = new(c.kda_heads, d)
-        self.A_log = new.f32(padded_heads(c.kda_heads))
+        self.A_log = new.f32(padded_heads(c))
         self.dt_bias = new.f32(width)
         self.full_rank_gate = c.kda_gate_rank is None
         if c.kda_gate_rank is None:
@@ -39,6 +41,7 @@ class KDA(nn.Module):
             self.gate_down, self.gate_up = new(c.kda_gate_rank, d), new(width, c.kda_gate_rank)
         self.out_norm = new.f32(c.kda_head_dim)
         self.out_proj = new(d, width)
+        self.A_log_stored: tuple[int, ...] | None = None  # its shape in the checkpoint, where that is another
         self.layer, self.lower_bound, self.eps = layer, c.decay_lower_bound, c.norm_eps
 
     def forward(self, x_ND: Tensor, ctx: Context) -> Tensor:
@@ -47,9 +50,10 @@ class KDA(nn.Module):
         z_NHK = linear(linear(x_ND, self.decay_down), self.decay_up).unflatten(-1, (heads, -1))
         inputs = {"q": q_NHK, "k": k_NHK, "v": v_NHV, "g_raw": z_NHK, "beta_raw": linear(x_ND, self.beta_proj)}
         tapped = [ctx.tap(f"layers.{self.layer}.kda.{name}", tensor) for name, tensor in inputs.items()]
+        q_NHK, k_NHK, v_NHV, z_NHK, b_NH = tapped
         state = ctx.shard.kda_state(ctx.memory.state(self.layer) if ctx.memory else None)
         gate = Gate(self.A_log, self.dt_bias.view(heads, -1), self.lower_bound)
-        o_NHV, _ = kda(*tapped, gate, ctx.packing, state)
+        o_NHV, _ = kda(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, ctx.packing, state)
         o_NHV = ctx.tap(f"layers.{self.layer}.kda.o", o_NHV)
         y_NHV = gated_rms_norm(o_NHV, self._gate(x_ND).unflatten(-1, (heads, -1)), self.out_norm, self.eps)
         return linear(y_NHV.flatten(1), self.out_proj)

@@ -1,13 +1,14 @@
 """Memory: what the layers of one model remember of their sequences between calls.
 
-A KDA layer remembers its state [H, V, K] in fp32 (V first, as the release caches it) and the last W-1 inputs of its short convolution;
-an MLA layer remembers the normed latent and the shared key slice of every token, in pages. Ops see only the pools and the indices,
-never this object. Training passes none.
+A KDA layer remembers its state [H, V, K] in fp32 (V first, as the release caches it) and the last W-1 inputs of its
+short convolution; an MLA layer remembers the normed latent and the shared key slice of every token, in pages. Ops see
+only the pools and the indices, never this object. Training passes none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,18 +25,23 @@ PAGE_ROWS = 64
 class Memory:
     """The memory of `num_sequences` sequences, which grows with them.
 
-    `lengths` is how many tokens each sequence has consumed. `packing(lengths)` describes the next batch; the model calls `advance` at the
-    end of a forward. dtype: that of the activations (conv tails, latents); KDA states are fp32.
+    `lengths` is how many tokens each sequence has consumed. `packing(lengths)` describes the next batch; the model
+    calls `advance` at the end of a forward. dtype: that of the activations (conv tails, latents); KDA states are fp32.
     """
 
     def __init__(
-        self, c: K3Config, num_sequences: int, dtype: torch.dtype, device: torch.device | str, layers: Sequence[int] | None = None
+        self,
+        c: K3Config,
+        num_sequences: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        layers: Sequence[int] | None = None,
     ) -> None:
         if num_sequences < 1:
             raise ValueError(f"memory: {num_sequences} sequences; at least one is needed")
         self.lengths = [0] * num_sequences
         self.device = torch.device(device)
-        self._cache = dict(dtype=dtype, device=device)
+        self._cache: dict[str, Any] = dict(dtype=dtype, device=device)
         self._slots = torch.arange(num_sequences, device=device)
         self._states: dict[int, Tensor] = {}
         self._tails: dict[int, Tensor] = {}
@@ -50,17 +56,20 @@ class Memory:
         self._table = torch.empty(num_sequences, 0, dtype=torch.int64, device=device)
 
     def packing(self, lengths: Sequence[int]) -> Packing:
-        """Describe a batch of the next tokens of every sequence. Raises ValueError when the number of sequences differs."""
+        """Describe a batch of the next tokens of every sequence. Raises ValueError for another number of sequences."""
         if len(lengths) != len(self.lengths):
             raise ValueError(f"memory: holds {len(self.lengths)} sequences, the batch has {len(lengths)}")
         return Packing.of(lengths, self.lengths, self.device)
 
     def reserve(self, packing: Packing) -> None:
-        """Make room for the batch, before any layer writes. Raises ValueError if the batch does not continue what is remembered."""
+        """Make room for the batch, before any layer writes.
+
+        Raises ValueError if the batch does not continue what is remembered.
+        """
         if list(packing.consumed) != self.lengths:
             raise ValueError(
-                f"memory: the sequences have {self.lengths} tokens, the batch continues after {list(packing.consumed)}; "
-                "build it with memory.packing(lengths)"
+                f"memory: the sequences have {self.lengths} tokens, the batch continues after {list(packing.consumed)}"
+                "; build it with memory.packing(lengths)"
             )
         longest = max((n + m for n, m in zip(packing.lengths, self.lengths, strict=True)), default=0)
         self._grow(-(-longest // PAGE_ROWS))

@@ -1,14 +1,18 @@
-"""K3: embedding, layers, output mixture, norm, head (report §2; `facts` of the release: logits = head(RMSNorm(Mix(depth)))).
+"""K3: embedding, layers, output mixture, norm, head (report §2); vision before them and MTP after them where there are.
 
-The model is single-device mathematics over a flat token axis. `forward(tokens, ctx)` is the inner call that trainers and engines
-use; `hidden`, `logits` and `trace` are the same for people, with checked input. A model can hold a range of layers only.
+    logits = head(RMSNorm(Mix(Layers(embedding))))
 
-Suffixes: N packed tokens, D width, W vocabulary.
+The model is single-device mathematics over a flat token axis. `forward(tokens, ctx)` is the inner call that trainers
+and engines use; `hidden`, `logits` and `trace` are the same for people, with checked input. A model can hold a range of
+layers only.
+
+Suffixes: N packed tokens, S sequences, M rows of pictures, D width, W vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +24,12 @@ from rille.model.block import Block, site
 from rille.model.config import K3Config
 from rille.model.context import Context
 from rille.model.initialise import initialise
+from rille.model.media import Media, PatchedImages, checked_grids, expand, feature_rows
 from rille.model.memory import Memory
 from rille.model.moe import LatentMoE
+from rille.model.mtp import MTPLayer, draft, new_draft_memory
 from rille.model.tracing import Trace
+from rille.model.vision import Vision
 from rille.ops.norm import rms_norm
 from rille.packing import Packing
 
@@ -30,9 +37,11 @@ from rille.packing import Packing
 class K3(nn.Module):
     """A K3-type language model.
 
-    config: sizes and switches. layers: the half-open range of layers to hold (default all); embedding and head are always there.
-    dtype: of every parameter but those that the official format stores in fp32. Parameters are uninitialised: use `new_model`
-    or `load_model`.
+    config: sizes and switches. layers: the half-open range of layers to hold (default all); embedding, head, MTP layers
+    and vision are always there. dtype: of every parameter but those that the official format stores in fp32. Parameters
+    are uninitialised: use `new_model` or `load_model`.
+
+    `vision` (tower and projector) and `mtp` (multi-token-prediction layers) are None where the config has none.
     """
 
     def __init__(
@@ -49,6 +58,10 @@ class K3(nn.Module):
         self.output_mix, self.norm = site(config, new), new(config.hidden_size)
         if not config.tied_embeddings:
             self.head = new(config.vocab_size, config.hidden_size)
+        self.mtp: nn.ModuleList | None = None
+        if config.mtp_layers:
+            self.mtp = nn.ModuleList(MTPLayer(config, n, new) for n in range(config.mtp_layers))
+        self.vision = Vision(config.vision, new) if config.vision is not None else None
 
     @property
     def device(self) -> torch.device:
@@ -64,25 +77,32 @@ class K3(nn.Module):
         return self.embed if self.config.tied_embeddings else self.head
 
     def blocks(self) -> Iterable[Block]:
+        """The layers of the trunk that the model holds, in order."""
         for block in self.layers.values():
             assert isinstance(block, Block)
             yield block
 
     def router_biases(self) -> dict[int, Tensor]:
         """layer -> selection bias [E] fp32, which Quantile Balancing sets and no gradient reaches."""
-        return {b.layer: b.ffn.router_bias for b in self.blocks() if isinstance(b.ffn, LatentMoE)}
+        ahead = [layer.block for layer in self.mtp or () if isinstance(layer, MTPLayer)]
+        return {b.layer: b.ffn.router_bias for b in (*self.blocks(), *ahead) if isinstance(b.ffn, LatentMoE)}
 
     def prepare(self) -> None:
-        """Rebuild, in place, whatever modules derive from their weights (fused, absorbed, packed). Call after changing weights."""
+        """Rebuild, in place, what modules derive from their weights (fused, absorbed, packed). Call after changes."""
         for module in self.modules():
             derive = getattr(module, "derive", None)
             if derive is not None:
                 derive()
 
     def forward(self, tokens_N: Tensor, ctx: Context) -> Tensor:
-        """Token ids int64 [N] -> final hidden states [N, D], after the last norm. Nothing is checked and nothing synchronises."""
-        depth = Depth(ctx.tap("embed", embedding(tokens_N, self.embed)))
-        return self.finish(self.run(depth, ctx), ctx)
+        """Token ids int64 [N] -> final hidden states [N, D], after the last norm. Unchecked; nothing synchronises.
+
+        With `ctx.media` the rows of pictures take the places of the embeddings at their rows of the (expanded) axis.
+        """
+        x_ND = embedding(tokens_N, self.embed)
+        if ctx.media is not None:
+            x_ND = x_ND.index_copy(0, ctx.media.rows, ctx.media.features.to(x_ND.dtype))
+        return self.finish(self.run(Depth(ctx.tap("embed", x_ND)), ctx), ctx)
 
     def run(self, depth: Depth, ctx: Context) -> Depth:
         """The held layers in order."""
@@ -95,14 +115,26 @@ class K3(nn.Module):
         return ctx.tap("final_norm", rms_norm(mixed_ND, self.norm, self.config.norm_eps))
 
     def hidden(
-        self, tokens: Tensor, *, packing: Packing | None = None, memory: Memory | None = None, images: None = None
+        self,
+        tokens: Tensor,
+        *,
+        packing: Packing | None = None,
+        memory: Memory | None = None,
+        images: PatchedImages | None = None,
     ) -> Tensor:
         """Final hidden states [N, D] in the model's dtype.
 
-        tokens: int64 [N], the sequences of the batch one after another. packing: their boundaries; by default one sequence, or with a
-        memory of one sequence its continuation. memory: from `new_memory`; read, and advanced by this batch.
+        tokens: int64 [N], the sequences of the batch one after another. packing: their boundaries; by default one
+        sequence, or with a memory of one sequence its continuation. memory: from `new_memory`; read, and advanced by
+        this batch.
 
-        Raises ValueError for ids outside the vocabulary, a packing that does not fit, or a memory that it does not continue.
+        images: from `rille.preprocess_images`, one for each media token (`config.media_pad_id`) in order, whichever
+        sequence it is in. A media token stands for all rows of its image: tokens and packing count it once, while the
+        result has the expanded rows and a memory grows by them (`packing.consumed` therefore counts expanded rows).
+        Tokens may also come with a media token for every row. Without images a media token is a token like any other.
+
+        Raises ValueError for ids outside the vocabulary, a packing that does not fit, a memory that it does not
+        continue, images that do not fit the media tokens or the vision tower.
         """
         return self._checked(tokens, packing, memory, images, None)
 
@@ -112,10 +144,10 @@ class K3(nn.Module):
         *,
         packing: Packing | None = None,
         memory: Memory | None = None,
-        images: None = None,
+        images: PatchedImages | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """Logits fp32 [N, W], or [len(rows), W] for the given rows of the batch (int64). Other arguments as in `hidden`."""
+        """Logits fp32 [N, W], or [len(rows), W] for the given rows of `hidden` (int64). Other arguments as there."""
         hidden_ND = self.hidden(tokens, packing=packing, memory=memory, images=images)
         if rows is not None:
             hidden_ND = hidden_ND[torch.as_tensor(rows, device=hidden_ND.device)]
@@ -124,14 +156,20 @@ class K3(nn.Module):
 
     @torch.no_grad()
     def trace(
-        self, tokens: Tensor, *, packing: Packing | None = None, memory: Memory | None = None, images: None = None
+        self,
+        tokens: Tensor,
+        *,
+        packing: Packing | None = None,
+        memory: Memory | None = None,
+        images: PatchedImages | None = None,
     ) -> dict[str, Tensor]:
         """Every named intermediate of one forward: what the taps saw, the caches after it, and the logits.
 
-        Names as in the released model's traces: `layers.{i}.attn_mix`, `.attn_norm`, `.attn_out`, `.mlp_mix`, `.mlp_norm`, `.mlp_out`,
-        `.prefix_sum_out`, `.router_topk_idx`, `.router_topk_weight` (by weight, descending), `.routed_expert_*`, `.shared_experts.out`,
-        `.kda.*`; `cache.{i}.recurrent_state_vfirst` and `cache.{i}.conv_{q,k,v}` (last W-1 inputs, for one sequence without the leading
-        axis); `embed`, `output_mix`, `final_norm`, `logits`.
+        Names as in the released model's traces: `layers.{i}.attn_mix`, `.attn_norm`, `.attn_out`, `.mlp_mix`,
+        `.mlp_norm`, `.mlp_out`, `.prefix_sum_out`, `.router_topk_idx`, `.router_topk_weight` (by weight, descending),
+        `.routed_expert_*`, `.shared_experts.out`, `.kda.*`; `cache.{i}.recurrent_state_vfirst` and
+        `cache.{i}.conv_{q,k,v}` (last W-1 inputs, for one sequence without the leading axis); `embed` (pictures in
+        place), `output_mix`, `final_norm`, `logits`.
         """
         packing = self._packing(tokens, packing, memory)
         memory = memory or self.new_memory(packing.num_sequences)
@@ -145,6 +183,27 @@ class K3(nn.Module):
         """An empty memory for that many sequences, on the model's device."""
         return Memory(self.config, num_sequences, self.dtype, self.device, self.held)
 
+    def encode_images(self, images: PatchedImages) -> Tensor:
+        """Feature rows [M, D] of pictures and short videos, item after item, in the model's dtype. Differentiable.
+
+        An item of t x h x w patches has h w / 4 rows (for the released merge of 2 x 2), whatever t is.
+
+        Raises ValueError for a model without vision, and for patches and grids that do not fit it or each other.
+        """
+        if self.vision is None:
+            raise ValueError("images: this model has no vision tower (its config has no vision_config)")
+        return self.vision(images)
+
+    def new_draft_memory(self, num_sequences: int = 1) -> Memory:
+        """An empty memory for `draft`: see `rille.model.mtp.new_draft_memory`."""
+        return new_draft_memory(self, num_sequences)
+
+    def draft(
+        self, hidden: Tensor, tokens: Tensor, memory: Memory | None = None, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Guess next tokens with the MTP layer: tokens [S, count], probabilities [S, count, W]; see `mtp.draft`."""
+        return draft(self, hidden, tokens, memory, **options)
+
     def _packing(self, tokens: Tensor, packing: Packing | None, memory: Memory | None) -> Packing:
         if tokens.ndim != 1 or tokens.dtype != torch.int64:
             raise ValueError(f"tokens must be int64 of shape [N], got {tokens.dtype} {list(tokens.shape)}")
@@ -154,18 +213,34 @@ class K3(nn.Module):
             raise ValueError(f"the packing describes {packing.num_tokens} tokens, the batch has {len(tokens)}")
         return packing
 
+    def _with_media(self, tokens: Tensor, packing: Packing, images: PatchedImages) -> tuple[Tensor, Packing, Media]:
+        """Encode the images and widen the axis for their rows."""
+        if self.config.media_pad_id is None:
+            raise ValueError("images: the config names no media token (media_pad_id), so pictures have no place")
+        if (c := self.config.vision) is None:
+            raise ValueError("images: this model has no vision tower (its config has no vision_config)")
+        counts = [feature_rows(grid, c) for grid in checked_grids(images, c)]
+        tokens, packing, rows_M = expand(tokens, packing, self.config.media_pad_id, counts)
+        return tokens, packing, Media(rows_M, self.encode_images(images))
+
     def _checked(
-        self, tokens: Tensor, packing: Packing | None, memory: Memory | None, images: None, trace: Trace | None
+        self,
+        tokens: Tensor,
+        packing: Packing | None,
+        memory: Memory | None,
+        images: PatchedImages | None,
+        trace: Trace | None,
     ) -> Tensor:
-        if images is not None:
-            raise ValueError("images: this model has no vision tower")
         packing = self._packing(tokens, packing, memory)
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.config.vocab_size:
             low, high = int(tokens.min()), int(tokens.max())
             raise ValueError(f"token ids run from {low} to {high}, the vocabulary has 0..{self.config.vocab_size - 1}")
         if memory is None and any(packing.consumed):
             raise ValueError(f"the packing continues after {list(packing.consumed)} tokens, but no memory was given")
-        ctx = Context(packing, memory)
+        media = None
+        if images is not None:
+            tokens, packing, media = self._with_media(tokens, packing, images)
+        ctx = Context(packing, memory, media=media)
         if trace is not None:
             ctx.tap = trace
         if memory is not None:

@@ -1,7 +1,7 @@
 """The one parameter table: official name, our parameter, slice, storage dtype, kind. It never imports torch.
 
-Checkpoints read it to load and save; training and serving pass it as data to the optimiser and to sharding. `count` of it is the
-exact size of a model. A stacked tensor of experts is one entry that stands for E official tensors.
+Checkpoints read it to load and save; training and serving pass it as data to the optimiser and to sharding. `count` of
+it is the exact size of a model. A stacked tensor of experts is one entry that stands for E official tensors.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ Kind = Literal["heads", "matrix", "vector", "expert", "embedding"]
 Storage = Literal["bf16", "f32", "expert"]  # "expert": MXFP4 or bf16, decided tensor by tensor
 
 TEXT_PREFIX = "language_model."
-VISION_PREFIXES = ("vision_tower.", "mm_projector.")
+TOWER_PREFIX, PROJECTOR_PREFIX = "vision_tower.", "mm_projector."
 
 
 @dataclass(frozen=True)
 class Entry:
     """One official tensor (or, with `experts` set, one for each expert) and where it lives in our model.
 
-    official: its name; "{expert}" stands for the expert's number. shape: in the official file, for one expert. rows: the half-open
-    range of our parameter's rows that it fills, None for all (for experts: rows inside the expert). heads: how many equal
-    row blocks a "heads" matrix has, one for each head.
+    official: its name; "{expert}" stands for the expert's number. shape: in the official file, for one expert. rows:
+    the half-open range of our parameter's rows that it fills, None for all (for experts: rows inside the expert).
+    heads: how many equal row blocks a "heads" matrix has, one for each head.
     """
 
     official: str
@@ -53,8 +53,16 @@ class Entry:
 
 
 def parameter_table(c: K3Config, layers: range | None = None) -> list[Entry]:
-    """All entries of a model, in the order of depth; `layers` keeps only those layers (embedding and head stay)."""
-    prefix = "" if is_bare(c) else TEXT_PREFIX
+    """All entries of a model: the text in the order of depth, MTP layers, vision.
+
+    `layers` keeps only those layers of the trunk (all the rest stays).
+    """
+    return text_table(c, layers) + mtp_table(c) + vision_table(c)
+
+
+def text_table(c: K3Config, layers: range | None = None) -> list[Entry]:
+    """The entries of the language model alone."""
+    prefix = text_prefix(c)
     entries = [Entry(f"{prefix}model.embed_tokens.weight", "embed", (c.vocab_size, c.hidden_size), kind="embedding")]
     for i in layers if layers is not None else range(c.num_layers):
         entries += _layer(c, i, f"{prefix}model.layers.{i}.", f"layers.{i}.")
@@ -66,14 +74,82 @@ def parameter_table(c: K3Config, layers: range | None = None) -> list[Entry]:
     return entries
 
 
-def is_bare(c: K3Config) -> bool:
-    """Whether the checkpoint is a bare Kimi-Linear one, whose names lack the `language_model.` prefix."""
-    return c.inert is not None and "" not in c.inert
+def text_prefix(c: K3Config) -> str:
+    """What the names of the language model begin with: nothing in a bare Kimi-Linear checkpoint."""
+    return "" if c.is_bare else TEXT_PREFIX
 
 
-def padded_heads(heads: int) -> int:
-    """Length of `A_log` in a new model: the release stores 128 numbers for 96 heads."""
-    return -(-heads // 128) * 128
+def padded_heads(c: K3Config) -> int:
+    """Length of `A_log` in a new model: K3 stores 128 numbers for 96 heads, Kimi-Linear one for each head."""
+    return c.kda_heads if c.is_bare else -(-c.kda_heads // 128) * 128
+
+
+def mtp_config(c: K3Config) -> K3Config:
+    """The config whose layers from `num_layers` on are the MTP layers: MLA, LatentMoE, an ordinary residual stream."""
+    extra = range(c.num_layers, c.num_layers + c.mtp_layers)
+    layers = dict(num_layers=c.num_layers + c.mtp_layers, mla_layers=(*c.mla_layers, *extra), mtp_layers=0)
+    return c.replace(residual="standard", vision=None, **layers)
+
+
+def mtp_table(c: K3Config) -> list[Entry]:
+    """The MTP layers, by the names of public loaders. Embedding and head are those of the trunk: see `mtp_copies`."""
+    block, width, entries = mtp_config(c), (c.hidden_size,), []
+    for n in range(c.mtp_layers):
+        official, ours = f"{text_prefix(c)}model.layers.{c.num_layers + n}.", f"mtp.{n}."
+        entries += [
+            Entry(f"{official}enorm.weight", f"{ours}embed_norm", width, kind="vector"),
+            Entry(f"{official}hnorm.weight", f"{ours}hidden_norm", width, kind="vector"),
+            Entry(f"{official}eh_proj.weight", f"{ours}proj", (c.hidden_size, 2 * c.hidden_size)),
+            *_layer(block, c.num_layers + n, official, f"{ours}block."),
+            Entry(f"{official}shared_head.norm.weight", f"{ours}norm", width, kind="vector"),
+        ]
+    return entries
+
+
+def mtp_copies(c: K3Config) -> list[Entry]:
+    """Copies of the trunk's embedding and head that loaders expect beside an MTP layer: written, checked when read."""
+    shape = (c.vocab_size, c.hidden_size)
+    head = "embed" if c.tied_embeddings else "head"
+    copies = []
+    for n in range(c.num_layers, c.num_layers + c.mtp_layers):
+        official = f"{text_prefix(c)}model.layers.{n}."
+        copies.append(Entry(f"{official}embed_tokens.weight", "embed", shape, kind="embedding"))
+        copies.append(Entry(f"{official}shared_head.head.weight", head, shape, kind="embedding"))
+    return copies
+
+
+def vision_table(c: K3Config) -> list[Entry]:
+    """MoonViT-V2 and the projector; empty without a vision_config."""
+    v = c.vision
+    if v is None:
+        return []
+
+    def tower(theirs: str, name: str, shape: tuple[int, ...], kind: Kind = "matrix", heads: int = 1) -> Entry:
+        return Entry(f"{TOWER_PREFIX}{theirs}.weight", f"vision.tower.{name}", shape, kind=kind, heads=heads)
+
+    image = (v.width, 3, v.patch_size, v.patch_size)
+    entries = [
+        tower("patch_embed.proj", "patch_embed", image, "embedding"),
+        tower("patch_embed.pos_emb", "positions", (v.table_height, v.table_width, v.width), "embedding"),
+    ]
+    for i in range(v.num_layers):
+        theirs, ours = f"encoder.blocks.{i}.", f"blocks.{i}."
+        entries += [
+            tower(f"{theirs}norm0", f"{ours}attn_norm", (v.width,), "vector"),
+            tower(f"{theirs}wqkv", f"{ours}qkv_proj", (3 * v.qkv_width, v.width), "heads", 3 * v.num_heads),
+            tower(f"{theirs}wo", f"{ours}out_proj", (v.width, v.qkv_width)),
+            tower(f"{theirs}norm1", f"{ours}ffn_norm", (v.width,), "vector"),
+            tower(f"{theirs}mlp.fc0", f"{ours}up_proj", (v.mlp_width, v.width)),
+            tower(f"{theirs}mlp.fc1", f"{ours}down_proj", (v.width, v.mlp_width)),
+        ]
+    entries.append(tower("encoder.final_layernorm", "norm", (v.width,), "vector"))
+    merged, projector = v.merged_width, "vision.projector."
+    return [
+        *entries,
+        Entry(f"{PROJECTOR_PREFIX}proj.0.weight", f"{projector}up_proj", (merged, merged)),
+        Entry(f"{PROJECTOR_PREFIX}proj.2.weight", f"{projector}down_proj", (v.text_width, merged)),
+        Entry(f"{PROJECTOR_PREFIX}post_norm.weight", f"{projector}norm", (v.text_width,), kind="vector"),
+    ]
 
 
 def _layer(c: K3Config, i: int, official: str, ours: str) -> list[Entry]:
@@ -178,7 +254,9 @@ def _moe(c: K3Config, official: str, ours: str) -> list[Entry]:
         entries += _glu(f"{official}shared_experts.", f"{ours}shared.", d, c.shared_width)
 
     def expert(theirs: str, name: str, shape: tuple[int, int], rows: tuple[int, int] | None) -> Entry:
-        return Entry(f"{official}experts.{{expert}}.{theirs}", f"{ours}experts.{name}", shape, "expert", "expert", rows, 1, e)
+        return Entry(
+            f"{official}experts.{{expert}}.{theirs}", f"{ours}experts.{name}", shape, "expert", "expert", rows, 1, e
+        )
 
     entries += [
         expert("w1", "w13", (f, io), (0, f)),
@@ -190,16 +268,23 @@ def _moe(c: K3Config, official: str, ours: str) -> list[Entry]:
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Numbers in a text model: all of them, and those that one token uses (the head, not the input embedding)."""
+    """Numbers in a model: all of them; those that one token of text uses (the head, not the input embedding)."""
 
     total: int
     active: int
+    vision: int = 0  # tower and projector, in `total`
+    mtp: int = 0  # layers that predict further tokens, in `total`
+
+    @property
+    def text(self) -> int:
+        """The language model alone."""
+        return self.total - self.vision - self.mtp
 
 
 def count_parameters(c: K3Config) -> ParameterCount:
-    """Exact counts: router bias in, padding of `A_log` out."""
-    table = parameter_table(c)
-    total = sum(entry.count for entry in table)
+    """Exact counts: router bias in, padding of `A_log` and copies out."""
+    table = text_table(c)
+    text, mtp, vision = (sum(entry.count for entry in part) for part in (table, mtp_table(c), vision_table(c)))
     idle = sum(entry.count // c.num_experts * (c.num_experts - c.active_experts) for entry in table if entry.experts)
     looked_up = 0 if c.tied_embeddings else c.vocab_size * c.hidden_size
-    return ParameterCount(total, total - idle - looked_up)
+    return ParameterCount(text + mtp + vision, text - idle - looked_up, vision, mtp)

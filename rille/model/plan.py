@@ -20,9 +20,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rille.model.config import K3Config
-from rille.model.names import Entry, parameter_table
+from rille.model.names import Entry, parameter_table, text_table
 
 # Parts of a model in the order of a table: the words that a parameter's name is recognised by.
+_BESIDE = (
+    ("multi-token prediction", ("mtp.",)),
+    ("vision tower", ("vision.tower.",)),
+    ("vision projector", ("vision.projector.",)),
+)
 _PARTS = (
     ("embedding", ("embed",)),
     ("routed experts", (".experts.",)),
@@ -40,11 +45,16 @@ TRAINING_BYTES = 16  # fp32 weight, gradient and two moments of AdamW
 
 @dataclass(frozen=True)
 class Part:
-    """Parameters of one part of a model: all, and those that one token uses."""
+    """Parameters of one part of a model: all, and those that one token of text uses."""
 
     name: str
     total: int
     active: int
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it belongs to the language model proper: not to vision or MTP layers, which stand beside it."""
+        return self.name not in dict(_BESIDE)
 
 
 def parts(c: K3Config) -> list[Part]:
@@ -52,8 +62,10 @@ def parts(c: K3Config) -> list[Part]:
     sums: dict[str, list[int]] = {}
     for entry in parameter_table(c):
         total, active = sums.setdefault(_part(c, entry), [0, 0])
-        looked_up = entry.parameter == "embed" and not c.tied_embeddings
-        used = 0 if looked_up else _active(c, entry)
+        unused = entry.parameter.startswith(("vision.", "mtp.")) or (
+            entry.parameter == "embed" and not c.tied_embeddings
+        )
+        used = 0 if unused else _active(c, entry)
         sums[_part(c, entry)] = [total + entry.count, active + used]
     return [Part(name, total, active) for name, (total, active) in sums.items()]
 
@@ -63,6 +75,9 @@ def _active(c: K3Config, entry: Entry) -> int:
 
 
 def _part(c: K3Config, entry: Entry) -> str:
+    beside = [name for name, words in _BESIDE if entry.parameter.startswith(words)]
+    if beside:
+        return beside[0]
     if ".attn." in entry.parameter:
         return "MLA" if c.is_mla(int(entry.parameter.split(".")[1])) else "KDA"
     return next(name for name, words in _PARTS if any(word in entry.parameter for word in words))
@@ -72,7 +87,7 @@ def matrix_flops(c: K3Config) -> int:
     """FLOPs of one token in all matrices, the head included: two for each weight that it meets."""
     weights = sum(
         _active(c, entry)
-        for entry in parameter_table(c)
+        for entry in text_table(c)
         if entry.kind != "vector" and not (entry.parameter == "embed" and not c.tied_embeddings)
     )
     return 2 * weights

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rille.model.config import K3Config
 from rille.model.plan import (
+    Part,
     cache_bytes,
     decode_flops,
     forward_flops,
@@ -27,9 +28,17 @@ def plan_table(name: str, c: K3Config, contexts: Sequence[int], gpus: int) -> st
 
 
 def _parameters(c: K3Config) -> str:
-    rows = [(part.name, f"{part.total:,}", f"{part.active:,}") for part in parts(c)]
-    total = ("all", f"{sum(p.total for p in parts(c)):,}", f"{sum(p.active for p in parts(c)):,}")
-    return _aligned([("parameters", "total", "used by a token"), *rows, total])
+    text = [part for part in parts(c) if part.is_text]
+    beside = [part for part in parts(c) if not part.is_text]
+    if beside:
+        text.append(_sum("language model", text))
+    everything = _sum("all", parts(c))
+    rows = [(part.name, f"{part.total:,}", f"{part.active:,}") for part in (*text, *beside, everything)]
+    return _aligned([("parameters", "total", "used by a token"), *rows])
+
+
+def _sum(name: str, some: Sequence[Part]) -> Part:
+    return Part(name, sum(part.total for part in some), sum(part.active for part in some))
 
 
 def _costs(c: K3Config, contexts: Sequence[int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rille.model.config import K3Config
+from rille.model.vision_config import VisionConfig
 
 _K3_IDS = {"bos_id": 163584, "eos_id": 163586, "pad_id": 163839, "media_pad_id": 163605}
 
@@ -118,8 +119,8 @@ K3 = K3Config(
     shared_experts=2,
     expert_width=3072,
     latent_width=3584,
-    **_K3_IDS,
-)
+    vision=VisionConfig(text_width=7168),
+).replace(**_K3_IDS)
 
 PRESETS: dict[str, K3Config] = {
     "tiny": TINY,

@@ -7,7 +7,7 @@ from rille.model.model import K3, new_model
 from rille.model.names import count_parameters, padded_heads, parameter_table
 from rille.model.presets import PRESETS, preset
 
-COUNTS = {  # total, active: design of the presets and, for k3, the report and the released tensors
+COUNTS = {  # text, active: design of the presets and, for k3, the report and the released tensors
     "nano": (1_040_214_180, 77_260_964),
     "nano-160k": (1_023_109_284, 144_517_284),
     "mini": (3_055_505_032, 295_128_712),
@@ -18,7 +18,13 @@ COUNTS = {  # total, active: design of the presets and, for k3, the report and t
 @pytest.mark.parametrize(("name", "counts"), COUNTS.items())
 def test_exact_counts(name, counts):
     counted = count_parameters(preset(name))
-    assert (counted.total, counted.active) == counts
+    assert (counted.text, counted.active) == counts
+    assert counted.total == counted.text + (447_358_976 if name == "k3" else 0)
+
+
+def test_the_whole_release():
+    counted = count_parameters(preset("k3"))
+    assert (counted.total, counted.vision) == (2_779_931_834_976, 401_214_464 + 46_144_512)
 
 
 def test_tiny_is_tiny_and_kimi_linear_is_48b():
@@ -26,21 +32,22 @@ def test_tiny_is_tiny_and_kimi_linear_is_48b():
     assert round(count_parameters(preset("kimi-linear-48b")).total / 1e9) == 49
 
 
-@pytest.mark.parametrize("name", [*PRESETS])
-def test_the_module_has_what_the_table_says(name):
-    c = preset(name)
+WITH_MTP = preset("tiny").replace(mtp_layers=2)
+
+
+@pytest.mark.parametrize("c", [*PRESETS.values(), WITH_MTP], ids=[*PRESETS, "tiny with MTP"])
+def test_the_module_has_what_the_table_says(c):
     model = K3(c, dtype=torch.bfloat16, device="meta")
-    table = [entry for entry in parameter_table(c) if not entry.official.startswith(("vision_tower.", "mm_projector."))]
-    text = {n: p for n, p in model.named_parameters() if not n.startswith("vision.")}
-    assert {entry.parameter for entry in table} == set(text)
-    numbers = dict.fromkeys(text, 0)
+    table, parameters = parameter_table(c), dict(model.named_parameters())
+    assert {entry.parameter for entry in table} == set(parameters)
+    numbers = dict.fromkeys(parameters, 0)
     for entry in table:
         numbers[entry.parameter] += entry.count
-        parameter = text[entry.parameter]
+        parameter = parameters[entry.parameter]
         assert parameter.dtype == (torch.float32 if entry.storage == "f32" else torch.bfloat16), entry
     for parameter, count in numbers.items():
-        padding = padded_heads(c.kda_heads) - c.kda_heads if parameter.endswith("A_log") else 0
-        assert text[parameter].numel() == count + padding, parameter
+        padding = padded_heads(c) - c.kda_heads if parameter.endswith("A_log") else 0
+        assert parameters[parameter].numel() == count + padding, parameter
 
 
 def test_official_names_are_unique():
