@@ -26,7 +26,7 @@ def sigmoid(x, FAST: tl.constexpr):
         power = tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -1.4426950408889634], tl.float32, True, 1
         )
-        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + power], tl.float32, True, 1)
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [power + 1.0], tl.float32, True, 1)
     return tl.sigmoid(x)
 
 
@@ -139,7 +139,7 @@ def slope(dy, x0, x1, x2, x3, w, W: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def fold(dpre, x0, history, unfinished, sums, w, W: tl.constexpr, COUNT: tl.constexpr):
-    """Add a row to the unfinished dx before it and to dweight. Returns the dx it finishes, that of W - 1 rows before."""
+    """Add a row to the unfinished dx before it and to dweight; also returns the dx it finishes, W - 1 rows before."""
     x1, x2, x3 = history
     d1, d2, d3 = unfinished
     g0, g1, g2, g3 = sums
@@ -179,7 +179,6 @@ def any_row(
     next_start: where the next sequence begins. oldest: the first row of this block whose dx is not yet stored; rows
     from `last` on belong to the next block. A row is finished W - 1 rows later, or where its sequence ends.
     """
-    x1, x2, x3 = history
     d1, d2, d3 = unfinished
     dtype: tl.constexpr = dx.dtype.element_ty
     if row == next_start:
@@ -194,9 +193,9 @@ def any_row(
         sequence = tl.load(sequence_of + row, mask=row < N, other=0)
         next_start = tl.load(starts + sequence + 1, mask=row < N, other=0).to(tl.int64)
         tail = tails + sequence * tail_slot
-        x1, x2, x3 = past(x, tail, row, 0, c_B, inside_B & (row < N), x_row, C, W, HAS_TAIL)
-    dpre = slope(dy_B, x0, x1, x2, x3, w, W, FAST)
-    done, history, unfinished, sums = fold(dpre, x0, (x1, x2, x3), unfinished, sums, w, W, COUNT)
+        history = past(x, tail, row, 0, c_B, inside_B & (row < N), x_row, C, W, HAS_TAIL)
+    dpre = slope(dy_B, x0, history[0], history[1], history[2], w, W, FAST)
+    done, history, unfinished, sums = fold(dpre, x0, history, unfinished, sums, w, W, COUNT)
     finished = row - (W - 1)
     stored = (finished >= oldest) & (finished < last) & (row < N)
     tl.store(dx + finished * C + c_B, done.to(dtype), mask=inside_B & stored)
@@ -272,7 +271,8 @@ def tail_gradient(
     FAST: tl.constexpr,
 ):  # fmt: skip
     """Grid (C / CHANNELS, S), W > 1. The gradient of the tails [S, W-1, C]: each meets the first W - 1 rows of its
-    sequence. And what the final tails' gradient [S, W-1, C] adds: to dx, to the old tail where a sequence is shorter."""
+    sequence. And what the final tails' gradient [S, W-1, C] adds to dx, or to the old tail where a sequence is shorter.
+    """
     sequence, c_B = tl.program_id(1).to(tl.int64), tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     start, inside_B = tl.load(starts + sequence).to(tl.int64), c_B < C
     length = (tl.load(starts + sequence + 1) - start).to(tl.int32)

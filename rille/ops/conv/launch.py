@@ -8,9 +8,11 @@ Suffixes: N packed tokens, S sequences, C channels, W taps.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-import triton
 from torch import Tensor
+from triton import knobs
 
 from rille.ops.conv import kernels
 
@@ -20,12 +22,17 @@ BACKWARD_CHANNELS = 512
 BACKWARD_ROWS = 128  # rows a program walks: W - 1 rows of halo and 4 W bytes of partial sums for this many
 
 
+def cdiv(n: int, by: int) -> int:
+    return -(-n // by)
+
+
 def interpreting() -> bool:
-    return bool(triton.knobs.runtime.interpret)
+    return bool(knobs.runtime.interpret)
 
 
 def backward_rows(N: int) -> int:
-    return min(BACKWARD_ROWS, max(4, triton.next_power_of_2(N)))
+    """Rows of a program: a power of two, so that few variants are compiled."""
+    return min(BACKWARD_ROWS, max(4, 1 << max(N - 1, 0).bit_length()))
 
 
 @torch.library.custom_op("rille::short_conv", mutates_args=())
@@ -60,8 +67,9 @@ def run_forward(
     (N, C), W = x.shape, weight.shape[1]
     if N == 0:
         return
-    grid = (triton.cdiv(C, CHANNELS), triton.cdiv(N, FORWARD_ROWS))
-    kernels.forward[grid](
+    grid = (cdiv(C, CHANNELS), cdiv(N, FORWARD_ROWS))
+    launch: Any = kernels.forward[grid]
+    launch(
         x, weight, y, starts, sequence_of, tails, slots, N, x.stride(0), 0 if tails is None else tails.stride(0),
         C=C, W=W, HAS_TAIL=tails is not None, POOLED=slots is not None, ROWS=FORWARD_ROWS, CHANNELS=CHANNELS,
         FAST=not interpreting(), num_warps=4,
@@ -72,7 +80,8 @@ def run_move(x: Tensor, W: int, starts: Tensor, tails: Tensor | None, slots: Ten
     C, S = x.shape[1], starts.shape[0] - 1
     if S == 0 or W == 1:
         return
-    kernels.move_tails[(triton.cdiv(C, CHANNELS), S)](
+    launch: Any = kernels.move_tails[(cdiv(C, CHANNELS), S)]
+    launch(
         x, starts, tails, slots, final, x.stride(0), 0 if tails is None else tails.stride(0), final.stride(0),
         C=C, W=W, HAS_TAIL=tails is not None, POOLED=slots is not None, CHANNELS=CHANNELS, num_warps=4,
     )  # fmt: skip
@@ -104,17 +113,19 @@ def short_conv_backward(
     rows = backward_rows(N)
     dx = torch.empty(N, C, dtype=x.dtype, device=x.device)
     d_tails = torch.empty_like(tails) if tails is not None else x.new_empty(0)
-    partial = torch.empty(triton.cdiv(N, rows), W, C, dtype=torch.float32, device=x.device)
+    partial = torch.empty(cdiv(N, rows), W, C, dtype=torch.float32, device=x.device)
     tail_slot = 0 if tails is None else tails.stride(0)
     if N:
-        kernels.backward[(triton.cdiv(C, BACKWARD_CHANNELS), partial.shape[0])](
+        launch: Any = kernels.backward[(cdiv(C, BACKWARD_CHANNELS), partial.shape[0])]
+        launch(
             x, weight, dy, dx, partial, starts, sequence_of, x if tails is None else tails, N,
             x.stride(0), dy.stride(0), tail_slot,
             C=C, W=W, HAS_TAIL=tails is not None, ROWS=rows, CHANNELS=BACKWARD_CHANNELS,
             FAST=not interpreting(), num_warps=4,
         )  # fmt: skip
     if S and W > 1 and (tails is not None or d_final is not None):
-        kernels.tail_gradient[(triton.cdiv(C, CHANNELS), S)](
+        launch: Any = kernels.tail_gradient[(cdiv(C, CHANNELS), S)]
+        launch(
             x, weight, dy, dx, starts, x if tails is None else tails, d_tails, d_final, x.stride(0), dy.stride(0),
             C=C, W=W, HAS_TAIL=tails is not None, HAS_FINAL=d_final is not None, CHANNELS=CHANNELS,
             FAST=not interpreting(), num_warps=4,

@@ -1,7 +1,7 @@
 """KDA while text is generated: one token a sequence (`kda_decode`), or several that may be taken back (`kda_verify`,
 `kda_commit`), from projected inputs to the layer's output before its last product, in one launch and in place.
 
-    x~ = silu(conv(qkv));  S <- (I - beta k k^T) diag(alpha) S + beta k v^T;  y = RMSNorm(S^T q) * weight * sigmoid(gate)
+    x~ = silu(conv(qkv))      S <- (I - beta k k^T) diag(alpha) S + beta k v^T      y = RMSNorm(S^T q) w sigmoid(gate)
 
 A rejected draft token must leave no trace in the state, but storing a state for every draft token would cost k times
 the bytes of a step. So verify remembers what is small, the projected inputs, and the next call first replays those that
@@ -19,7 +19,9 @@ the convolution, W its taps, P remembered tokens of a slot.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -72,8 +74,8 @@ class Remembered:
 
 @dataclass(frozen=True, eq=False)
 class Pools:
-    """What the layer remembers of each slot: states fp32 [slots, H, V, K] and tails [slots, W-1, C] (oldest first, dtype
-    of the inputs), axis 0 of either with any stride; `past` where verify is used."""
+    """What the layer remembers of each slot: states fp32 [slots, H, V, K]; tails [slots, W-1, C], oldest first, in the
+    inputs' dtype; axis 0 of either with any stride; `past` where verify is used."""
 
     states: Tensor
     tails: Tensor
@@ -135,11 +137,9 @@ def kda_commit(
     (B,) = slots_B.shape
     check_past(layer, pools, accepted_B, B, 0, pools.tails.dtype)
     assert pools.past is not None
-    none = pools.past.qkv.new_empty(B, 0, 0)
-    H, K = layer.gate.dt_bias.shape
-    V = layer.norm_weight.shape[0]
-    shapes = (layer.conv_weight.shape[0], H * K, H, H * V)
-    inputs = Projected(*(none.new_empty(B, 0, width) for width in shapes))
+    (H, K), V = layer.gate.dt_bias.shape, layer.norm_weight.shape[0]
+    widths = (layer.conv_weight.shape[0], H * K, H, H * V)
+    inputs = Projected(*(pools.past.qkv.new_empty(B, 0, width) for width in widths))
     name = settle(backend, pools.past.qkv, layer)
     if name == "reference":
         decode_reference.kda_verify(inputs, layer, pools, slots_B, accepted_B)
@@ -176,20 +176,28 @@ def obstacle(name: str, qkv: Tensor, layer: DecodeLayer) -> str | None:
 
 
 def interpreting() -> bool:
-    import triton
+    from triton import knobs
 
-    return bool(triton.knobs.runtime.interpret)
+    return bool(knobs.runtime.interpret)
 
 
 def settle(backend: str | None, qkv: Tensor, layer: DecodeLayer) -> str:
     if backend is None:
-        return choose_backend(qkv, layer)[0]
+        name, reason = choose_backend(qkv, layer)
+        if name == "reference" and qkv.device.type == "cuda":
+            warn_once(f"kda decode: the slow twin runs on a GPU, and waits for it: {reason}")
+        return name
     if backend not in BACKENDS:
         raise ValueError(f"kda decode: unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
     reason = None if backend == "reference" else obstacle(backend, qkv, layer)
     if reason is not None:
         raise ValueError(f"kda decode: backend {backend!r} cannot run: {reason}")
     return backend
+
+
+@cache
+def warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=4)
 
 
 def check(inputs: Projected, layer: DecodeLayer, pools: Pools, slots_B: Tensor, lead: tuple[int, ...]) -> None:

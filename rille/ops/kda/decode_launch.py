@@ -5,7 +5,7 @@ Suffixes as in `decode.py`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -16,19 +16,36 @@ from rille.ops.kda import decode_gluon, decode_kernels
 if TYPE_CHECKING:
     from rille.ops.kda.decode import DecodeLayer, Pools, Projected
 
-STATE_REGISTERS = 64  # elements of a state that a thread holds; more leaves no room for the vectors, fewer wastes issue
+
+class Spread(NamedTuple):
+    """How one program's state lies in registers: over `num_warps` warps, a row of it over `lanes` lanes; `maxnreg`
+    makes room for one more program on an SM."""
+
+    num_warps: int
+    lanes: int
+    maxnreg: int | None = None
 
 
-def warps(K: int, V: int) -> int:
-    return max(4, K * V // (32 * STATE_REGISTERS))
+def decode_spread(K: int, V: int) -> Spread:
+    """64 elements of the state in a thread: two programs on an SM, and enough warps to hide a step's short chains."""
+    return Spread(max(4, K * V // (32 * 64)), 4)
+
+
+def verify_spread(K: int, V: int) -> Spread:
+    """128 elements in a thread: work on vectors is repeated by every warp, so fewer warps issue less."""
+    return Spread(max(4, K * V // (32 * 128)), 4)
+
+
+def options(spread: Spread, name: str) -> dict[str, Any]:
+    if name == "gluon":
+        return dict(LANES=spread.lanes, num_warps=spread.num_warps, maxnreg=spread.maxnreg)
+    return dict(num_warps=spread.num_warps)
 
 
 def decode(inputs: Projected, layer: DecodeLayer, pools: Pools, slots_B: Tensor, name: str) -> Tensor:
     gate, weights = layer.gate, (layer.conv_weight, layer.gate.A_log, layer.gate.dt_bias, layer.norm_weight)
     rows = [dense_rows(x) for x in (inputs.qkv, inputs.z, inputs.b, inputs.gate)]
-    return decode_op(
-        *rows, *map(dense, weights), pools.tails, pools.states, slots_B, gate.lower_bound, layer.eps, name
-    )
+    return decode_op(*rows, *map(dense, weights), pools.tails, pools.states, slots_B, gate.lower_bound, layer.eps, name)
 
 
 def verify(
@@ -67,7 +84,7 @@ def decode_op(
         qkv, z, b, gate, y, conv_weight, A_log, dt_bias, norm_weight, tails, states, slots,
         lower_bound or 0.0, eps, qkv.stride(0), z.stride(0), b.stride(0), gate.stride(0),
         tails.stride(0), states.stride(0),
-        H=H, K=K, V=V, W=W, BOUNDED=lower_bound is not None, num_warps=warps(K, V),
+        H=H, K=K, V=V, W=W, BOUNDED=lower_bound is not None, **options(decode_spread(K, V), name),
     )  # fmt: skip
     return y
 
@@ -95,7 +112,7 @@ def verify_op(
         qkv, z, b, gate, y, past_qkv, past_z, past_b, accepted, conv_weight, A_log, dt_bias, norm_weight,
         tails, states, slots, lower_bound or 0.0, eps, T, P,
         qkv.stride(0), z.stride(0), b.stride(0), gate.stride(0), tails.stride(0), states.stride(0),
-        H=H, K=K, V=V, W=W, BOUNDED=lower_bound is not None, num_warps=warps(K, V), **tiles,
+        H=H, K=K, V=V, W=W, BOUNDED=lower_bound is not None, **options(verify_spread(K, V), name), **tiles,
     )  # fmt: skip
     return y
 

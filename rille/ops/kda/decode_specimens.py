@@ -1,0 +1,47 @@
+"""One launch of each decode and verify kernel as the H200 would see it, for `rille.ops.ahead`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rille.ops.ahead import Specimen
+from rille.ops.kda import decode_gluon, decode_kernels, decode_launch
+
+POINTERS = {
+    "*bf16": "qkv z b gate y past_qkv past_z past_b tails",
+    "*fp32": "conv_weight A_log dt_bias norm_weight states",
+    "*i32": "accepted",
+    "*i64": "slots",
+    "i32": "tokens past_tokens qkv_row z_row b_row gate_row tail_slot state_slot",
+    "fp32": "lower_bound eps",
+}
+TYPES = {name: kind for kind, names in POINTERS.items() for name in names.split()}
+WHOLE = tuple(name for name in TYPES if name not in ("tokens", "past_tokens", "lower_bound", "eps"))
+
+
+def specimen(name: str, kernel: Any, K: int = 128, V: int = 128, bounded: bool = True, tokens: int = 8) -> Specimen:
+    constexprs: dict[str, Any] = dict(H=96, K=K, V=V, W=4, BOUNDED=bounded)
+    choose = decode_launch.verify_spread if "verify" in name else decode_launch.decode_spread
+    spread = choose(K, V)
+    if "gluon" in name:
+        constexprs |= dict(LANES=spread.lanes)
+        constexprs |= dict(T=tokens, P=tokens) if "verify" in name else {}
+    signature = {arg: TYPES[arg] for arg in kernel.arg_names if arg not in constexprs}
+    maxnreg = spread.maxnreg if "gluon" in name else None
+    return Specimen(f"kda_{name}", kernel, signature, constexprs, spread.num_warps, divisible=WHOLE, maxnreg=maxnreg)
+
+
+SPECIMENS = [
+    specimen("decode_gluon", decode_gluon.decode),
+    specimen("decode_gluon_softplus", decode_gluon.decode, bounded=False),
+    specimen("decode_gluon_k64", decode_gluon.decode, K=64, V=64),
+    specimen("decode_gluon_v256", decode_gluon.decode, V=256),
+    specimen("verify_gluon", decode_gluon.verify),
+    specimen("verify_gluon_4", decode_gluon.verify, tokens=4),
+    specimen("verify_gluon_1", decode_gluon.verify, tokens=1),
+    specimen("verify_gluon_softplus", decode_gluon.verify, bounded=False),
+    specimen("verify_gluon_k64", decode_gluon.verify, K=64, V=64),
+    specimen("verify_gluon_v256", decode_gluon.verify, V=256),
+    specimen("decode_triton", decode_kernels.decode),
+    specimen("verify_triton", decode_kernels.verify),
+]
