@@ -199,7 +199,7 @@ def _fill_a_log(model: K3, piece: Piece, read: ShardReader) -> list[str]:
     value = stored.flatten().float()
     layer = model.get_submodule(piece.entry.parameter.rsplit(".", 1)[0])
     assert isinstance(layer, KDA)
-    layer.A_log, layer.A_log_stored = nn.Parameter(value.clone().to(model.device)), tuple(stored.shape)
+    layer.A_log, layer.A_log_stored = nn.Parameter(value.clone().to(model.device)), stored.shape
     if bool(value[piece.entry.shape[0] :].any()):
         return [f"{piece.names[0]} (entries beyond the {piece.entry.shape[0]} heads are not zero)"]
     return [] if bool(torch.isfinite(value).all()) else [f"{piece.names[0]} (NaN or infinite values)"]
@@ -308,7 +308,7 @@ def _official_tensors(model: K3, entry: Entry, experts: Experts, dtype: torch.dt
     elif entry.official.endswith(".A_log"):
         layer = model.get_submodule(entry.parameter.rsplit(".", 1)[0])
         assert isinstance(layer, KDA)
-        yield entry.official, parameter.cpu().clone().view(layer.A_log_stored or -1)
+        yield entry.official, parameter.cpu().clone().view(layer.A_log_stored)
     else:
         rows = parameter if entry.rows is None else parameter[entry.rows[0] : entry.rows[1]]
         stored = torch.float32 if entry.storage == "f32" else dtype

@@ -41,7 +41,7 @@ class KDA(nn.Module):
             self.gate_down, self.gate_up = new(c.kda_gate_rank, d), new(width, c.kda_gate_rank)
         self.out_norm = new.f32(c.kda_head_dim)
         self.out_proj = new(d, width)
-        self.A_log_stored: tuple[int, ...] | None = None  # its shape in the checkpoint, where that is another
+        self.A_log_stored = (1, 1, c.kda_heads, 1) if c.is_bare else self.A_log.shape  # its axes in the checkpoint
         self.layer, self.lower_bound, self.eps = layer, c.decay_lower_bound, c.norm_eps
 
     def forward(self, x_ND: Tensor, ctx: Context) -> Tensor:

@@ -18,13 +18,14 @@ from rille.model.plan import (
 )
 
 Row = tuple[str, ...]
+CARD = 141 * 10**9  # bytes of one H200
 
 
 def plan_table(name: str, c: K3Config, contexts: Sequence[int], gpus: int) -> str:
     """Three tables: parameters by part; FLOPs and memory as the context grows; weights in bytes."""
     kinds = f"{len(c.kda_layers)} KDA, {len(c.mla_layers)} MLA, {c.dense_layers} dense"
     head = f"{name}: {c.num_layers} layers ({kinds}), width {c.hidden_size:,}, vocabulary {c.vocab_size:,}"
-    return "\n\n".join([head, _parameters(c), _costs(c, contexts), _memory(c, gpus)])
+    return "\n\n".join([head, _parameters(c), _costs(c, contexts), _memory(c, max(contexts), gpus)])
 
 
 def _parameters(c: K3Config) -> str:
@@ -55,15 +56,21 @@ def _costs(c: K3Config, contexts: Sequence[int]) -> str:
     return _aligned([header, *((name, *values) for name, values in lines.items())])
 
 
-def _memory(c: K3Config, gpus: int) -> str:
+def _memory(c: K3Config, context: int, gpus: int) -> str:
+    plain, packed = weight_bytes(c, mxfp4=False), weight_bytes(c, mxfp4=True)
+    sequence = state_bytes(c) + cache_bytes(c) * context
     sizes = {
-        "weights, bf16": weight_bytes(c, mxfp4=False),
-        "weights, MXFP4 experts": weight_bytes(c, mxfp4=True),
+        "weights, bf16": plain,
+        "weights, MXFP4 experts": packed,
+        f"bf16 and {context:,} tokens": plain + sequence,
+        f"MXFP4 and {context:,} tokens": packed + sequence,
         "training, fp32 with AdamW": training_bytes(c),
     }
-    header = ("memory", "all", *([f"each of {gpus:,} GPUs"] if gpus > 1 else []))
-    shares = [[size] if gpus == 1 else [size, size / gpus] for size in sizes.values()]
-    rows = [(name, *(_scaled(s, "B") for s in share)) for name, share in zip(sizes, shares, strict=True)]
+    header = ("memory", "all", "cards of 141 GB", *([f"each of {gpus:,} GPUs"] if gpus > 1 else []))
+    rows = [
+        (name, _scaled(size, "B"), f"{-(-size // CARD):,}", *([_scaled(size / gpus, "B")] if gpus > 1 else []))
+        for name, size in sizes.items()
+    ]
     note = "without activations" if gpus == 1 else "shared evenly, without activations"
     return f"{_aligned([header, *rows])}\n{note}"
 

@@ -1,5 +1,6 @@
 """What a model costs on paper, against what is counted elsewhere: the parameter table and torch's own operations."""
 
+import re
 from math import prod
 
 import pytest
@@ -71,6 +72,13 @@ def test_memory_is_what_a_memory_holds():
     latents = sum(t.nbytes for t in memory._latents.values())
     assert plan.state_bytes(c) == state
     assert plan.cache_bytes(c) * 128 == latents
+
+
+def test_kimi_linear_fits_one_card():
+    table = plan_table("kimi-linear-48b", preset("kimi-linear-48b"), (1048576,), 1)
+    cards = {row[0]: row[-1] for row in (re.split(r" {2,}", line) for line in table.splitlines())}
+    assert cards["bf16 and 1,048,576 tokens"] == cards["MXFP4 and 1,048,576 tokens"] == "1"
+    assert cards["training, fp32 with AdamW"] == "6"
 
 
 def test_the_full_model():
