@@ -225,6 +225,8 @@ def launch_twin(
 ) -> None:
     operands = (chunks.t_MHCC, chunks.a_MHCC, *chunks[2:5])
     tiles = [TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [CHUNK, x.shape[-1]]) for x in operands]
+    if indices[-1] is not None:
+        shape |= dict(STAGES=2)  # storing states takes the shared memory of a stage
     launch: Any = state_pass_kernel[grid]
     decay_MHK, dtype = chunks.decay_MHK, chunks.t_MHCC.dtype
     launch(*tiles, v_NHV, decay_MHK, o_NHV, *indices, v_NHV.stride(0), *strides, **shape, **types(dtype))
