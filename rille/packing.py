@@ -116,5 +116,6 @@ class Packing:
         mask_MC = inside_MC < lengths[sequence][:, None]
         rows_MC = np.where(mask_MC, starts[sequence][:, None] + inside_MC, 0)
         spans_M2 = np.stack([rows_MC[:, 0], mask_MC.sum(1)], 1).astype(np.int32)
-        tensors = [torch.from_numpy(a).to(self.device) for a in (rows_MC, mask_MC, sequence, order, first)]
-        return ChunkMap(size, *tensors, per_sequence, torch.from_numpy(spans_M2).to(self.device))
+        arrays = (rows_MC, mask_MC, sequence, order, first, spans_M2)
+        rows, mask, in_sequence, place, firsts, spans = (torch.from_numpy(a).to(self.device) for a in arrays)
+        return ChunkMap(size, rows, mask, in_sequence, place, firsts, per_sequence, spans)
