@@ -12,9 +12,11 @@ from torch import Tensor
 
 from rille.ops.kda import chunk, reference
 from rille.ops.kda.arguments import Gate, Kda, PooledState, State, check, with_pool
+from rille.ops.kda.decode import DecodeLayer, Pools, Projected, Remembered, kda_commit, kda_decode, kda_verify
 from rille.packing import Packing
 
-__all__ = ["Gate", "PooledState", "choose_backend", "kda"]
+__all__ = ["DecodeLayer", "Gate", "PooledState", "Pools", "Projected", "Remembered", "choose_backend", "kda"]
+__all__ += ["kda_commit", "kda_decode", "kda_verify"]
 
 
 def triton_kda(
@@ -30,9 +32,12 @@ def triton_kda(
     """The kernels; ValueError where they cannot run."""
     if reason := without_triton(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, state):
         raise ValueError(f"kda: backend 'triton' cannot run: {reason}")
-    from rille.ops.kda import forward
+    from rille.ops.kda import forward, function
 
-    return forward.forward(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, packing, state)[:2]
+    arguments = (q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, packing, state)
+    if isinstance(state, PooledState) and wants_gradients(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, state):
+        return with_pool(function.differentiable)(*arguments)  # the pool is overwritten before backward reads it
+    return forward.forward(*arguments)[:2]
 
 
 def without_triton(
@@ -41,12 +46,18 @@ def without_triton(
     """Why the kernels cannot run, or an empty string."""
     if find_spec("triton") is None:
         return "triton is not installed"
-    differentiable = (q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate.A_log, gate.dt_bias, state)
-    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in differentiable):
-        return "gradients are asked for"
+    if gate.lower_bound is None and wants_gradients(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, state):
+        return "gradients of the softplus gate have no kernel"
     from rille.ops.kda import forward
 
     return forward.unsupported(q_NHK, v_NHV)
+
+
+def wants_gradients(
+    q_NHK: Tensor, k_NHK: Tensor, v_NHV: Tensor, z_NHK: Tensor, b_NH: Tensor, gate: Gate, state: State
+) -> bool:
+    differentiable = (q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate.A_log, gate.dt_bias, state)
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in differentiable)
 
 
 BACKENDS: dict[str, Kda] = {

@@ -18,6 +18,9 @@ Suffixes: T tokens, K key channels, V value channels, 1 a broadcast axis; C chan
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+# Triton 3.7 calls it `barrier`.
+barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+
 # Shared memory without swizzling: a tile [T, N], and the same bytes as T rows of N.
 TILE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 ROW = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -295,7 +298,7 @@ def verify(
     q1, q2, q3 = load_past(past_qkv, tail, count, Q_1K, W, C)
     k1, k2, k3 = load_past(past_qkv, tail, count, K_1K, W, C)
     v1, v2, v3 = load_past(past_qkv, tail, count, V_1V, W, C)
-    gl.thread_barrier()  # tail and remembered inputs are read before they are written
+    barrier()  # tail and remembered inputs are read before they are written
     if count > 0:
         store_tail(tail, Q_1K, q1, q2, q3, W, C)
         store_tail(tail, K_1K, k1, k2, k3, W, C)
@@ -322,7 +325,7 @@ def verify(
         S_VK = advance(S_VK, k_K, row_of(v_past, t, over_V), alpha_K, beta)
     if count > 0:
         gl.store(state_VK, S_VK)
-    gl.thread_barrier()  # the same for past_b, which the loop above read
+    barrier()  # the same for past_b, which the loop above read
     o_smem = gl.allocate_shared_memory(gl.float32, [T, V], TILE)
     for t in range(tokens):
         b_t = gl.load(b + t * H)
