@@ -1,0 +1,210 @@
+"""KDA backward on a GPU: four kernels and two sums, in the order of `chunk_backward.py`.
+
+Saved by the forward pass: the op's inputs, its output, T and A. Made again here, because they are larger and cheap:
+
+    prepare   q 2^G, k 2^G, k 2^(Gc-G), sums of the decay, norms
+    states    S before each chunk, U                       first chunk to last
+    reverse   dV, the gradient of the state after each chunk      last chunk to first
+    local     dq, dk, dz, db; each chunk's part of ddt_bias and dA_log
+
+No atomics: the parts of ddt_bias and dA_log lie one after another, fp32, and are summed in a fixed order, so that a
+gradient is the same bit for bit in every run.
+
+Suffixes: N packed tokens, S sequences, M chunks, H heads, C = 64 rows of a chunk, K key channels, V value channels.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from rille.ops.kda.backward_kernels import prepare_kernel, reverse_kernel, states_kernel
+from rille.ops.kda.backward_local import local_kernel
+from rille.ops.kda.chunk import CHUNK
+from rille.ops.kda.forward import anchors, multiprocessors, operand_type, packed_heads, types
+
+
+class Prepared(NamedTuple):
+    """Operands of the two passes and numbers of the last kernel, in chunk layout."""
+
+    q_start_MHCK: Tensor  # q 2^G, normalised and scaled
+    k_start_MHCK: Tensor  # -k 2^G, normalised
+    k_end_MHCK: Tensor  # k 2^(Gc-G), normalised
+    decay_MHK: Tensor  # 2^Gc
+    totals_MH4K: Tensor  # log2-decay summed over each tile of 16 rows
+    norms_MH2C: Tensor  # what normalises q (without K^-0.5), and k
+
+
+class Gradients(NamedTuple):
+    q_NHK: Tensor
+    k_NHK: Tensor
+    v_NHV: Tensor
+    z_NHK: Tensor
+    b_NH: Tensor
+    A_log: Tensor
+    dt_bias_HK: Tensor
+    initial_SHVK: Tensor | None
+
+
+class Inputs(NamedTuple):
+    """The op's arguments. spans_M2, starts, order_S, first_S: `packing.chunks(64).spans`, `packing.starts`,
+    `packing.longest_first`, `packing.chunks(64).first`."""
+
+    q_NHK: Tensor
+    k_NHK: Tensor
+    v_NHV: Tensor
+    z_NHK: Tensor
+    b_NH: Tensor
+    A_log: Tensor
+    dt_bias_HK: Tensor
+    lower_bound: float
+    spans_M2: Tensor
+    starts: Tensor
+    order_S: Tensor
+    first_S: Tensor
+    initial_SHVK: Tensor | None
+
+
+def backward(
+    inputs: Inputs, t_MHCC: Tensor, a_MHCC: Tensor, o_NHV: Tensor, do_NHV: Tensor, dfinal_SHVK: Tensor | None
+) -> Gradients:
+    """Gradients of sum(o do) + sum(final dfinal), each in its input's type; those of A_log, dt_bias and the initial
+    states in fp32. t, a, o: from `forward.forward`. Not for the softplus gate."""
+    packed = (packed_heads(x) for x in inputs[:5])
+    inputs = inputs._replace(
+        **dict(zip(Inputs._fields[:5], packed, strict=True)), dt_bias_HK=inputs.dt_bias_HK.contiguous()
+    )
+    o_NHV, do_NHV = packed_heads(o_NHV), packed_heads(do_NHV)
+    if inputs.spans_M2.shape[0] * inputs.q_NHK.shape[1] == 0:
+        return without_tokens(inputs, dfinal_SHVK)
+    prepared = prepare(inputs)
+    u_MHCV, states_MHVK = states(inputs, prepared, t_MHCC)
+    dv_NHV, dstates_MHVK, dinitial_SHVK = reverse(inputs, prepared, t_MHCC, a_MHCC, do_NHV, dfinal_SHVK)
+    operands = (u_MHCV, states_MHVK, dstates_MHVK)
+    numbers = prepared[4:]
+    del prepared
+    return local(inputs, o_NHV, do_NHV, dv_NHV, dinitial_SHVK, *operands, *numbers)
+
+
+def without_tokens(inputs: Inputs, dfinal_SHVK: Tensor | None) -> Gradients:
+    zeros = [torch.zeros_like(x) for x in inputs[:5]]
+    parameters = [torch.zeros_like(x, dtype=torch.float32) for x in (inputs.A_log, inputs.dt_bias_HK)]
+    dinitial_SHVK = None
+    if inputs.initial_SHVK is not None:
+        dinitial_SHVK = torch.zeros_like(inputs.initial_SHVK, dtype=torch.float32)
+        dinitial_SHVK = dinitial_SHVK if dfinal_SHVK is None else dinitial_SHVK + dfinal_SHVK
+    return Gradients._make([*zeros, *parameters, dinitial_SHVK])
+
+
+def prepare(inputs: Inputs) -> Prepared:
+    q_NHK, k_NHK, z_NHK = inputs.q_NHK, inputs.k_NHK, inputs.z_NHK
+    (_, H, K), M, dtype = q_NHK.shape, inputs.spans_M2.shape[0], operand_type(q_NHK)
+    rows = [q_NHK.new_empty(M, H, CHUNK, K, dtype=dtype) for _ in range(3)]
+    numbers = [q_NHK.new_empty(M, H, *size, dtype=torch.float32) for size in ((K,), (4, K), (2, CHUNK))]
+    prepared = Prepared(*rows, *numbers)
+    launch: Any = prepare_kernel[(M * H,)]
+    launch(
+        q_NHK, k_NHK, z_NHK, inputs.A_log, inputs.dt_bias_HK, inputs.spans_M2, anchors(q_NHK.device, dtype), *prepared,
+        q_NHK.stride(0), k_NHK.stride(0), z_NHK.stride(0), inputs.lower_bound, K**-0.5,
+        H=H, K=K, **types(dtype), num_warps=8,
+    )  # fmt: skip
+    return prepared
+
+
+def states(inputs: Inputs, prepared: Prepared, t_MHCC: Tensor) -> tuple[Tensor, Tensor]:
+    """U [M, H, C, V] and the state before each chunk [M, H, V, K]."""
+    v_NHV, initial_SHVK = inputs.v_NHV, inputs.initial_SHVK
+    (_, H, V), (M, _, K), dtype = v_NHV.shape, prepared.decay_MHK.shape, t_MHCC.dtype
+    u_MHCV, states_MHVK = (v_NHV.new_empty(M, H, *size, dtype=dtype) for size in ((CHUNK, V), (V, K)))
+    block, num_warps, stages = value_block(V, inputs.first_S.shape[0] * H, multiprocessors(v_NHV.device))
+    launch: Any = states_kernel[(inputs.first_S.shape[0] * H * (V // block),)]
+    launch(
+        rows_of(t_MHCC), rows_of(prepared.k_start_MHCK), rows_of(prepared.k_end_MHCK), identity(v_NHV.device, dtype),
+        v_NHV, prepared.decay_MHK, rows_of(u_MHCV, width=block), rows_of(states_MHVK, height=block),
+        inputs.starts, inputs.order_S, inputs.first_S,
+        initial_SHVK.contiguous() if initial_SHVK is not None else None, v_NHV.stride(0),
+        H=H, K=K, V=V, BV=block, **types(dtype), STAGES=stages, num_warps=num_warps,
+    )  # fmt: skip
+    return u_MHCV, states_MHVK
+
+
+def reverse(
+    inputs: Inputs, prepared: Prepared, t_MHCC: Tensor, a_MHCC: Tensor, do_NHV: Tensor, dfinal_SHVK: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """dv, the gradient of the state after each chunk [M, H, V, K], and that of the initial states if there are any."""
+    (N, H, V), (M, _, K), dtype = do_NHV.shape, prepared.decay_MHK.shape, t_MHCC.dtype
+    S = inputs.first_S.shape[0]
+    dv_NHV = inputs.v_NHV.new_empty(N, H, V)
+    dstates_MHVK = do_NHV.new_empty(M, H, V, K, dtype=dtype)
+    dinitial_SHVK = None
+    if inputs.initial_SHVK is not None:
+        dinitial_SHVK = do_NHV.new_empty(S, H, V, K, dtype=torch.float32)
+    block, num_warps, stages = value_block(V, S * H, multiprocessors(do_NHV.device))
+    launch: Any = reverse_kernel[(S * H * (V // block),)]
+    launch(
+        rows_of(t_MHCC), rows_of(a_MHCC), rows_of(prepared.q_start_MHCK), rows_of(prepared.k_start_MHCK),
+        rows_of(prepared.k_end_MHCK), do_NHV, prepared.decay_MHK, dv_NHV, rows_of(dstates_MHVK, height=block),
+        inputs.starts, inputs.order_S, inputs.first_S,
+        dfinal_SHVK.contiguous() if dfinal_SHVK is not None else None, dinitial_SHVK, do_NHV.stride(0),
+        H=H, K=K, V=V, BV=block, **types(dtype), STAGES=stages, num_warps=num_warps,
+    )  # fmt: skip
+    return dv_NHV, dstates_MHVK, dinitial_SHVK
+
+
+def local(
+    inputs: Inputs,
+    o_NHV: Tensor,
+    do_NHV: Tensor,
+    dv_NHV: Tensor,
+    dinitial_SHVK: Tensor | None,
+    u_MHCV: Tensor,
+    states_MHVK: Tensor,
+    dstates_MHVK: Tensor,
+    totals_MH4K: Tensor,
+    norms_MH2C: Tensor,
+) -> Gradients:
+    q_NHK, k_NHK, v_NHV, z_NHK, b_NH, A_log = inputs[:6]
+    (_, H, K), V, M, dtype = q_NHK.shape, v_NHV.shape[2], inputs.spans_M2.shape[0], u_MHCV.dtype
+    dq_NHK, dk_NHK, dz_NHK, db_NH = (x.new_empty(x.shape) for x in (q_NHK, k_NHK, z_NHK, b_NH))
+    dbias_MHK, drate_MHK = (q_NHK.new_empty(M, H, K, dtype=torch.float32) for _ in range(2))
+    launch: Any = local_kernel[(M * H,)]
+    launch(
+        q_NHK, k_NHK, z_NHK, v_NHV, o_NHV, do_NHV, dv_NHV, b_NH, A_log, inputs.dt_bias_HK, inputs.spans_M2,
+        ones_of_half(q_NHK.device, dtype), u_MHCV, states_MHVK, dstates_MHVK, totals_MH4K, norms_MH2C,
+        dq_NHK, dk_NHK, dz_NHK, db_NH, dbias_MHK, drate_MHK, torch.empty_like(norms_MH2C),
+        *(x.stride(0) for x in (q_NHK, k_NHK, z_NHK, v_NHV, o_NHV, do_NHV, b_NH)), inputs.lower_bound, K**-0.5,
+        H=H, K=K, V=V, KS=64, BV=min(V, 128), **types(dtype), num_warps=4,
+    )  # fmt: skip
+    dA_log = torch.zeros_like(A_log, dtype=torch.float32)
+    dA_log[:H] = drate_MHK.sum((0, 2))
+    return Gradients(dq_NHK, dk_NHK, dv_NHV, dz_NHK, db_NH, dA_log, dbias_MHK.sum(0), dinitial_SHVK)
+
+
+def value_block(V: int, programs: int, multiprocessors: int) -> tuple[int, int, int]:
+    """Value channels a program, warps, stages of the loads: as in the forward pass."""
+    if V == 64 or programs * (V // 64) <= multiprocessors:
+        return 64, 4, 2
+    return 128, 8, 2
+
+
+def rows_of(x: Tensor, height: int = CHUNK, width: int | None = None) -> TensorDescriptor:
+    """[..., rows, columns] as one table, read or written in blocks of height x width."""
+    return TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [height, width or x.shape[-1]])
+
+
+@lru_cache
+def identity(device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.eye(CHUNK, dtype=dtype, device=device)
+
+
+@lru_cache
+def ones_of_half(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """[3, 32, 32], right operands of x^T: the identity; sums from the border between the tiles; sums over a row and the
+    rows after it."""
+    half = CHUNK // 2
+    anchored = anchors(device, dtype)[:half, :half].T
+    return torch.stack([torch.eye(half, dtype=dtype, device=device), anchored, torch.ones_like(anchored).tril()])

@@ -1,0 +1,252 @@
+"""Kernels of the KDA backward that make states and their gradients: `prepare`, `states`, `reverse`. `chunk_backward.py`
+is the same algebra in PyTorch; `backward_local.py` has the kernel that follows.
+
+    prepare   one program a chunk and head: Q = q 2^G, -k 2^G, E = k 2^(Gc-G), 2^Gc, and norms of q and k
+    states    one program a sequence, head and block of value channels, first chunk to last: S before each chunk, U
+
+                  r = v^T - S (k 2^G)^T          u = r T^T          S <- S 2^Gc + u E
+
+    reverse   the same programs, last chunk to first: dV, the gradient D of the state after each chunk and of the first
+
+                  du = dO^T A + D E^T          dv = du T          D <- D 2^Gc + dO^T Q - dv (k 2^G)
+
+States, u, du, dv are value-first, so that the left operand of every product with them comes from registers: a rounded
+accumulator has the layout of one. r is formed before T meets it: where the state already predicts v, T v - (T k 2^G) S
+would be a small difference of two rounded numbers.
+
+Suffixes: C = 64 rows of a chunk, K key channels, V value channels, BV value channels of a program. Rows of a tail that
+hold no token are loaded as zeros, and every operand in chunk layout is zero there.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rille.ops.kda.intra import LOG2E, exp2, inverse_root, leading_bits, operand, reciprocal
+
+
+@triton.jit
+def bounded_decay(x, rate, lower_bound, INTERPRET: tl.constexpr):
+    """log2-decay for x = z + dt_bias: lower_bound sigmoid(rate x) / ln 2."""
+    return (lower_bound * LOG2E) * reciprocal(1.0 + exp2(x * (rate * -LOG2E), INTERPRET), INTERPRET)
+
+
+@triton.jit
+def ones_times(ones, x, OPERAND: tl.constexpr, INTERPRET: tl.constexpr):
+    """ones @ x, where ones has entries 0, 1 and -1, with 16 bits of x."""
+    if x.dtype == OPERAND:
+        return tl.dot(ones.to(tl.float32), x)
+    ones = operand(ones, OPERAND, INTERPRET)
+    high = leading_bits(x)
+    y = tl.dot(ones, operand(x - high, OPERAND, INTERPRET))
+    return tl.dot(ones, operand(high, OPERAND, INTERPRET), y)
+
+
+@triton.jit
+def tile_total(g, TILE: tl.constexpr):
+    """Sum of g [C, K] over the rows of one tile of 16."""
+    row = tl.arange(0, 64)[:, None]
+    return tl.sum(tl.where(row // 16 == TILE, g, 0.0), 0)
+
+
+@triton.jit
+def prepare_kernel(
+    q_ptr,  # [N, H, K], with any stride between tokens; k, z too
+    k_ptr,
+    z_ptr,
+    A_log_ptr,  # fp32 [H]
+    dt_bias_ptr,  # fp32 [H, K]
+    spans_ptr,  # int32 [M, 2]: first token and number of tokens of each chunk
+    anchors_ptr,  # [C, C]
+    q_out_ptr,  # [M, H, C, K]: q 2^G
+    k_start_ptr,  # [M, H, C, K]: -k 2^G
+    k_end_ptr,  # [M, H, C, K]: k 2^(Gc-G)
+    decay_ptr,  # fp32 [M, H, K]: 2^Gc
+    totals_ptr,  # fp32 [M, H, 4, K]: log2-decay summed over each tile
+    norms_ptr,  # fp32 [M, H, 2, C]: what normalises q (without the scale K^-0.5), and k
+    q_stride,
+    k_stride,
+    z_stride,
+    lower_bound,
+    scale,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    OPERAND: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    C: tl.constexpr = 64
+    program = tl.program_id(0)
+    h = program % H
+    start = tl.load(spans_ptr + 2 * (program // H))
+    count = tl.load(spans_ptr + 2 * (program // H) + 1)
+    row = tl.arange(0, C)
+    channel = tl.arange(0, K)
+    held = (row < count)[:, None]
+    first_half = (row < 32)[:, None]
+    token = (start + row).to(tl.int64)
+    place = h * K + channel
+    out = program.to(tl.int64)
+    at_K = out * (C * K) + row[:, None] * K + channel[None, :]
+
+    z = tl.load(z_ptr + token[:, None] * z_stride + place[None, :], mask=held, other=0.0).to(tl.float32)
+    q = tl.load(q_ptr + token[:, None] * q_stride + place[None, :], mask=held, other=0.0).to(tl.float32)
+    k = tl.load(k_ptr + token[:, None] * k_stride + place[None, :], mask=held, other=0.0).to(tl.float32)
+    rate = exp2(tl.load(A_log_ptr + h).to(tl.float32) * LOG2E, INTERPRET)
+    bias = tl.load(dt_bias_ptr + place).to(tl.float32)
+    g = tl.where(held, bounded_decay(z + bias[None, :], rate, lower_bound, INTERPRET), 0.0)
+    anchors = tl.load(anchors_ptr + row[:, None] * C + row[None, :])
+    x = ones_times(anchors, g, OPERAND, INTERPRET)
+    t0, t1, t2, t3 = tile_total(g, 0), tile_total(g, 1), tile_total(g, 2), tile_total(g, 3)
+    tl.store(decay_ptr + out * K + channel, exp2(t0 + t1 + t2 + t3, INTERPRET))
+    at_totals = totals_ptr + out * (4 * K) + channel
+    tl.store(at_totals, t0)
+    tl.store(at_totals + K, t1)
+    tl.store(at_totals + 2 * K, t2)
+    tl.store(at_totals + 3 * K, t3)
+    q_norm = inverse_root(tl.sum(q * q, 1) + 1e-6, INTERPRET)
+    k_norm = inverse_root(tl.sum(k * k, 1) + 1e-6, INTERPRET)
+    at_norms = norms_ptr + out * (2 * C) + row
+    tl.store(at_norms, q_norm)
+    tl.store(at_norms + C, k_norm)
+
+    from_start = tl.where(first_half, t0[None, :], (t0 + t1 + t2)[None, :])
+    to_end = tl.where(first_half, (t1 + t2 + t3)[None, :], t3[None, :])
+    from_start = exp2(tl.minimum(from_start + x, 0.0), INTERPRET)
+    to_end = exp2(tl.minimum(to_end - x, 0.0), INTERPRET)
+    k *= k_norm[:, None]
+    tl.store(q_out_ptr + at_K, (q * (q_norm * scale)[:, None] * from_start).to(OPERAND))
+    tl.store(k_start_ptr + at_K, (-k * from_start).to(OPERAND))
+    tl.store(k_end_ptr + at_K, (k * to_end).to(OPERAND))
+
+
+@triton.jit
+def states_kernel(
+    t_desc,  # [M * H * C, C]
+    k_start_desc,  # [M * H * C, K]: -k 2^G
+    k_end_desc,  # [M * H * C, K]: k 2^(Gc-G)
+    identity_ptr,  # [C, C]
+    v_ptr,  # [N, H, V], with any stride between tokens
+    decay_ptr,  # fp32 [M, H, K]
+    u_desc,  # [M * H * C, V]
+    states_desc,  # [M * H * V, K]: the state before each chunk
+    starts_ptr,  # int32 [S + 1]
+    order_ptr,  # int32 [S]: sequences, longest first
+    first_ptr,  # int64 [S]: first chunk of each sequence
+    initial_ptr,  # [S, H, V, K] or None
+    v_stride,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    OPERAND: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    C: tl.constexpr = 64
+    BLOCKS: tl.constexpr = V // BV
+    program = tl.program_id(0)
+    h = (program // BLOCKS) % H
+    s = tl.load(order_ptr + program // (BLOCKS * H))
+    start = tl.load(starts_ptr + s)
+    length = tl.load(starts_ptr + s + 1) - start
+    first = tl.load(first_ptr + s).to(tl.int32)
+
+    row = tl.arange(0, C)
+    channel = tl.arange(0, K)
+    block = (program % BLOCKS) * BV
+    value = block + tl.arange(0, BV)
+    if initial_ptr is not None:
+        at_state = (s * H + h).to(tl.int64) * (V * K) + value[:, None] * K + channel[None, :]
+        state = tl.load(initial_ptr + at_state).to(tl.float32)
+    else:
+        state = tl.zeros((BV, K), tl.float32)
+    identity = operand(tl.load(identity_ptr + row[:, None] * C + row[None, :]), OPERAND, INTERPRET)
+
+    for i in tl.range(0, tl.cdiv(length, C), num_stages=STAGES):
+        tile = (first + i) * H + h
+        left = length - i * C
+        token = (start + i * C + row).to(tl.int64)
+        v = tl.load(v_ptr + token[:, None] * v_stride + h * V + value[None, :], mask=row[:, None] < left, other=0.0)
+        t = operand(t_desc.load([tile * C, 0]), OPERAND, INTERPRET)
+        k_start = operand(k_start_desc.load([tile * C, 0]), OPERAND, INTERPRET)
+        k_end = operand(k_end_desc.load([tile * C, 0]), OPERAND, INTERPRET)
+        decay = tl.load(decay_ptr + tile.to(tl.int64) * K + channel)
+        rounded = state.to(OPERAND)
+        states_desc.store([tile * V + block, 0], rounded)
+        r = tl.dot(tl.trans(operand(v, OPERAND, INTERPRET)), identity)
+        r = tl.dot(operand(rounded, OPERAND, INTERPRET), tl.trans(k_start), r)
+        u = tl.dot(operand(r, OPERAND, INTERPRET), tl.trans(t)).to(OPERAND)
+        state = tl.dot(operand(u, OPERAND, INTERPRET), k_end, state * decay[None, :])
+        u_desc.store([tile * C, block], tl.trans(u))
+
+
+@triton.jit
+def reverse_kernel(
+    t_desc,  # [M * H * C, C], as is a
+    a_desc,
+    q_desc,  # [M * H * C, K]: q 2^G
+    k_start_desc,  # [M * H * C, K]: -k 2^G
+    k_end_desc,  # [M * H * C, K]: k 2^(Gc-G)
+    do_ptr,  # [N, H, V]
+    decay_ptr,  # fp32 [M, H, K]
+    dv_ptr,  # [N, H, V]
+    dstates_desc,  # [M * H * V, K]: gradient of the state after each chunk
+    starts_ptr,  # int32 [S + 1]
+    order_ptr,  # int32 [S]: sequences, longest first
+    first_ptr,  # int64 [S]: first chunk of each sequence
+    dfinal_ptr,  # [S, H, V, K] or None: gradient of the final states
+    dinitial_ptr,  # fp32 [S, H, V, K] or None: gradient of the initial states
+    do_stride,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    OPERAND: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    C: tl.constexpr = 64
+    BLOCKS: tl.constexpr = V // BV
+    program = tl.program_id(0)
+    h = (program // BLOCKS) % H
+    s = tl.load(order_ptr + program // (BLOCKS * H))
+    start = tl.load(starts_ptr + s)
+    length = tl.load(starts_ptr + s + 1) - start
+    first = tl.load(first_ptr + s).to(tl.int32)
+
+    row = tl.arange(0, C)
+    channel = tl.arange(0, K)
+    block = (program % BLOCKS) * BV
+    value = block + tl.arange(0, BV)
+    at_state = (s * H + h).to(tl.int64) * (V * K) + value[:, None] * K + channel[None, :]
+    if dfinal_ptr is not None:
+        dstate = tl.load(dfinal_ptr + at_state).to(tl.float32)
+    else:
+        dstate = tl.zeros((BV, K), tl.float32)
+
+    count = tl.cdiv(length, C)
+    for j in tl.range(0, count, num_stages=STAGES):
+        i = count - 1 - j
+        tile = (first + i) * H + h
+        held = row[:, None] < length - i * C
+        token = (start + i * C + row).to(tl.int64)
+        do = tl.load(do_ptr + token[:, None] * do_stride + h * V + value[None, :], mask=held, other=0.0)
+        do = operand(do, OPERAND, INTERPRET)
+        a = operand(a_desc.load([tile * C, 0]), OPERAND, INTERPRET)
+        t = operand(t_desc.load([tile * C, 0]), OPERAND, INTERPRET)
+        q = operand(q_desc.load([tile * C, 0]), OPERAND, INTERPRET)
+        k_start = operand(k_start_desc.load([tile * C, 0]), OPERAND, INTERPRET)
+        k_end = operand(k_end_desc.load([tile * C, 0]), OPERAND, INTERPRET)
+        decay = tl.load(decay_ptr + tile.to(tl.int64) * K + channel)
+        rounded = dstate.to(OPERAND)
+        dstates_desc.store([tile * V + block, 0], rounded)
+        du = tl.dot(tl.trans(do), a)
+        du = tl.dot(operand(rounded, OPERAND, INTERPRET), tl.trans(k_end), du)
+        dv = tl.dot(operand(du, OPERAND, INTERPRET), t)
+        dstate = tl.dot(tl.trans(do), q, dstate * decay[None, :])
+        dstate = tl.dot(operand(dv, OPERAND, INTERPRET), k_start, dstate)
+        at_dv = token[:, None] * (H * V) + h * V + value[None, :]
+        tl.store(dv_ptr + at_dv, tl.trans(dv.to(dv_ptr.dtype.element_ty)), mask=held)
+    if dinitial_ptr is not None:
+        tl.store(dinitial_ptr + at_state, dstate)

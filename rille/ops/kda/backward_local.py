@@ -1,0 +1,317 @@
+"""Last kernel of the KDA backward: one program a chunk and head, from the states and their gradients to dq, dk, dz, db.
+
+The equations are those of `chunk_backward.py`. A chunk has two halves, a and b, of two tiles of 16 rows each. In a half
+`up` = 2^x, `down` = 2^-x with x = G - G at the border between its tiles; t0..t3 are the decays of the four tiles. Then
+
+    dq_b    = up (dA_bb (k down)_b + 2^t2 (dA_ba (k c)_a + 2^(t0+t1) dO_b S))             c = 2^(G31-G) = 2^t1 down
+    dk_row  : the same with dAk for dA and -dV for dO
+    dk_col_b = down (dA_bb^T (q up)_b + dAk_bb^T (k up)_b + 2^t3 U_b D)
+
+    dq_a    = up (dA_aa (k down)_a + 2^t0 dO_a S)
+    dk_col_a = down (dA_aa^T (q up)_a + dAk_aa^T (k up)_a
+                     + 2^t1 (dA_ba^T (q r)_b + dAk_ba^T (k r)_b + 2^(t2+t3) U_a D))       r = 2^(G-G31) = 2^t2 up
+
+Every line is one accumulator that is scaled between its products. dA, dAk are masked before the products, so that zeros
+meet only finite factors, and brought to magnitude 32 at most before 2^115 meets them; everything that follows is in
+those units up to the end.
+
+All of it is computed transposed, [channels, rows], KS channels and one half at a time. Then the left operands of the
+products with dA and dAk are tiles that were just computed, in the registers where a left operand has to lie, and a
+channel's factors are scalars of a thread. Tiles are transposed on the way in by a product with the identity, which is
+exact in bf16 and costs no instruction an element. A sum over value channels of two tiles row by row is the diagonal of
+their product.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rille.ops.kda.backward_kernels import bounded_decay
+from rille.ops.kda.intra import LOG2E, exp2, leading_bits, operand, reciprocal
+
+
+@triton.jit
+def times_ones(x, ones, OPERAND: tl.constexpr, INTERPRET: tl.constexpr):
+    """x @ ones, where ones has entries 0, 1 and -1, with 16 bits of x."""
+    if x.dtype == OPERAND:
+        return tl.dot(x, ones.to(tl.float32))
+    ones = operand(ones, OPERAND, INTERPRET)
+    high = leading_bits(x)
+    y = tl.dot(operand(x - high, OPERAND, INTERPRET), ones)
+    return tl.dot(operand(high, OPERAND, INTERPRET), ones, y)
+
+
+@triton.jit
+def transposed(x, identity, INTERPRET: tl.constexpr):
+    """x^T in fp32, in the layout of a product's result."""
+    if x.dtype == tl.bfloat16 and not INTERPRET:
+        return tl.dot(tl.trans(x), identity)
+    return tl.trans(x.to(tl.float32))
+
+
+@triton.jit
+def diagonal(x, SIZE: tl.constexpr):
+    """[SIZE] along the rows of x [SIZE, SIZE]."""
+    i = tl.arange(0, SIZE)
+    return tl.sum(tl.where(i[:, None] == i[None, :], x, 0.0), 1)
+
+
+@triton.jit
+def blocks(x):
+    """aa, ba, bb of x [64, 64]; the block ab is zero."""
+    x = tl.permute(tl.reshape(x, [2, 32, 2, 32]), (1, 3, 0, 2))
+    left, right = tl.split(x)
+    aa, ba = tl.split(left)
+    _, bb = tl.split(right)
+    return aa, ba, bb
+
+
+@triton.jit
+def local_kernel(
+    q_ptr,  # [N, H, K], with any stride between tokens; k, z too
+    k_ptr,
+    z_ptr,
+    v_ptr,  # [N, H, V], as are o, do; dv without gaps
+    o_ptr,
+    do_ptr,
+    dv_ptr,
+    b_ptr,  # [N, H]
+    A_log_ptr,  # fp32 [H]
+    dt_bias_ptr,  # fp32 [H, K]
+    spans_ptr,  # int32 [M, 2]
+    ones_ptr,  # [3, 32, 32]: identity, anchors of a half, sums over the row and later ones; the last two transposed
+    u_ptr,  # [M, H, C, V]
+    states_ptr,  # [M, H, V, K]: before each chunk
+    dstates_ptr,  # [M, H, V, K]: gradient of the state after each chunk
+    totals_ptr,  # fp32 [M, H, 4, K]
+    norms_ptr,  # fp32 [M, H, 2, C]
+    dq_ptr,  # [N, H, K]
+    dk_ptr,  # [N, H, K]
+    dz_ptr,  # [N, H, K]
+    db_ptr,  # [N, H]
+    dbias_ptr,  # fp32 [M, H, K]: this chunk's part of ddt_bias
+    drate_ptr,  # fp32 [M, H, K]: this chunk's part of dA_log, channel by channel
+    sums_ptr,  # fp32 [M, H, 2, C]: space for sum_K q dq, sum_K k dk
+    q_stride,
+    k_stride,
+    z_stride,
+    v_stride,
+    o_stride,
+    do_stride,
+    b_stride,
+    lower_bound,
+    scale,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    KS: tl.constexpr,
+    BV: tl.constexpr,
+    OPERAND: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    C: tl.constexpr = tl.constexpr(64)
+    program = tl.program_id(0)
+    h = program % H
+    start = tl.load(spans_ptr + 2 * (program // H))
+    count = tl.load(spans_ptr + 2 * (program // H) + 1)
+    row = tl.arange(0, C)
+    value = tl.arange(0, BV)
+    valid = row < count
+    held = valid[:, None]
+    token = (start + row).to(tl.int64)
+    out = program.to(tl.int64)
+
+    da = tl.zeros((C, C), tl.float32)
+    dak = tl.zeros((C, C), tl.float32)
+    reads = tl.zeros((C, C), tl.float32)
+    gives = tl.zeros((C, C), tl.float32)
+    for block in tl.static_range(V // BV):
+        at_V = h * V + block * BV + value[None, :]
+        do = tl.load(do_ptr + token[:, None] * do_stride + at_V, mask=held, other=0.0)
+        u = tl.load(u_ptr + out * (C * V) + row[:, None] * V + block * BV + value[None, :])
+        o = tl.load(o_ptr + token[:, None] * o_stride + at_V, mask=held, other=0.0)
+        do = operand(do, OPERAND, INTERPRET)
+        u = operand(u, OPERAND, INTERPRET)
+        da = tl.dot(do, tl.trans(u), da)
+        reads = tl.dot(do, tl.trans(operand(o, OPERAND, INTERPRET)), reads)
+        dv = tl.load(dv_ptr + token[:, None] * (H * V) + at_V, mask=held, other=0.0)
+        v = tl.load(v_ptr + token[:, None] * v_stride + at_V, mask=held, other=0.0)
+        dv = operand(dv, OPERAND, INTERPRET)
+        dak = tl.dot(dv, tl.trans(u), dak)
+        gives = tl.dot(dv, tl.trans(operand(v, OPERAND, INTERPRET)), gives)
+
+    b = tl.load(b_ptr + token * b_stride + h, mask=valid, other=0.0).to(tl.float32)
+    beta = reciprocal(1.0 + exp2(b * -LOG2E, INTERPRET), INTERPRET)
+    wrote = diagonal(dak, C) / tl.maximum(beta, 1e-30)
+    tl.store(db_ptr + token * H + h, (wrote * (1.0 - beta)).to(db_ptr.dtype.element_ty), mask=valid)
+    at_sums = sums_ptr + out * (2 * C) + row
+    tl.store(at_sums, diagonal(reads, C))
+    tl.store(at_sums + C, 2.0 * wrote - diagonal(gives, C))
+
+    i, j = row[:, None], row[None, :]
+    da = tl.where(i >= j, da, 0.0)
+    dak = tl.where(i > j, -dak, 0.0)
+    size = tl.max(tl.max(tl.maximum(tl.abs(da), tl.abs(dak)), 1), 0)
+    unit = tl.maximum(size, 1e-20) * 0.03125
+    per_unit = 1.0 / unit
+    da_aa, da_ba, da_bb = blocks((da * per_unit).to(OPERAND))
+    dak_aa, dak_ba, dak_bb = blocks((dak * per_unit).to(OPERAND))
+    tl.debug_barrier()
+    for part in tl.range(0, K, KS, num_stages=1):
+        local_slice(
+            part, da_aa, da_ba, da_bb, dak_aa, dak_ba, dak_bb, unit, q_ptr, k_ptr, z_ptr, do_ptr, dv_ptr, A_log_ptr,
+            dt_bias_ptr, ones_ptr, u_ptr, states_ptr, dstates_ptr, totals_ptr, norms_ptr, dq_ptr, dk_ptr, dz_ptr,
+            dbias_ptr, drate_ptr, sums_ptr, start, count, q_stride, k_stride, z_stride, do_stride, lower_bound, scale,
+            H, K, V, KS, BV, OPERAND, INTERPRET,
+        )  # fmt: skip
+
+
+@triton.jit
+def local_slice(
+    part, da_aa, da_ba, da_bb, dak_aa, dak_ba, dak_bb, unit, q_ptr, k_ptr, z_ptr, do_ptr, dv_ptr, A_log_ptr,
+    dt_bias_ptr, ones_ptr, u_ptr, states_ptr, dstates_ptr, totals_ptr, norms_ptr, dq_ptr, dk_ptr, dz_ptr, dbias_ptr,
+    drate_ptr, sums_ptr, start, count, q_stride, k_stride, z_stride, do_stride, lower_bound, scale,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KS: tl.constexpr, BV: tl.constexpr,
+    OPERAND: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Channels part .. part + KS of dq, dk, dz and of the parameters' gradients. Tiles are [KS, 32]."""
+    C: tl.constexpr = tl.constexpr(64)
+    R: tl.constexpr = tl.constexpr(32)
+    h = tl.program_id(0) % H
+    out = tl.program_id(0).to(tl.int64)
+    row = tl.arange(0, R)
+    value = tl.arange(0, BV)
+    channel = part + tl.arange(0, KS)
+    place = h * K + channel
+    token = (start + row).to(tl.int64)
+    in_a, in_b = row < count, row + R < count
+    at_a, at_b = token[:, None], token[:, None] + R
+    ones = row[:, None] * R + row[None, :] + ones_ptr
+    identity, anchors, later = tl.load(ones), tl.load(ones + R * R), tl.load(ones + 2 * R * R)
+    at_z = z_ptr + place[None, :]
+    bias = tl.load(dt_bias_ptr + place)[:, None]
+    rate = exp2(tl.load(A_log_ptr + h).to(tl.float32) * LOG2E, INTERPRET)
+    at_totals = totals_ptr + out * (4 * K) + channel
+    t0, t1 = tl.load(at_totals)[:, None], tl.load(at_totals + K)[:, None]
+    t2, t3 = tl.load(at_totals + 2 * K)[:, None], tl.load(at_totals + 3 * K)[:, None]
+    d1, d2 = exp2(t1, INTERPRET), exp2(t2, INTERPRET)
+    per_unit = 1.0 / unit
+    at_norms = norms_ptr + out * (2 * C) + row
+    k_norm_a, k_norm_b = tl.load(at_norms + C)[None, :], tl.load(at_norms + C + R)[None, :]
+
+    # Half a as far as half b needs it.
+    z = tl.load(at_z + at_a * z_stride, mask=in_a[:, None], other=0.0)
+    g = bounded_decay(transposed(z, identity, INTERPRET) + bias, rate, lower_bound, INTERPRET)
+    x_a = times_ones(tl.where(in_a[None, :], g, 0.0), anchors, OPERAND, INTERPRET)
+    k = tl.load(k_ptr + at_a * k_stride + place[None, :], mask=in_a[:, None], other=0.0)
+    k_a = transposed(k, identity, INTERPRET) * k_norm_a
+    k_c = operand(k_a * exp2(tl.minimum(t1 - x_a, 0.0), INTERPRET), OPERAND, INTERPRET)
+
+    # Half b.
+    z = tl.load(at_z + at_b * z_stride, mask=in_b[:, None], other=0.0)
+    g = bounded_decay(transposed(z, identity, INTERPRET) + bias, rate, lower_bound, INTERPRET)
+    x = times_ones(tl.where(in_b[None, :], g, 0.0), anchors, OPERAND, INTERPRET)
+    up, down = exp2(x, INTERPRET), exp2(-x, INTERPRET)
+    k = tl.load(k_ptr + at_b * k_stride + place[None, :], mask=in_b[:, None], other=0.0)
+    k_b = transposed(k, identity, INTERPRET) * k_norm_b
+    dq = tl.zeros((KS, R), tl.float32)
+    dk = tl.zeros((KS, R), tl.float32)
+    end = tl.zeros((KS, R), tl.float32)
+    carried = tl.zeros((KS, KS), tl.float32)
+    for block in tl.static_range(V // BV):
+        at_V = h * V + block * BV + value[None, :]
+        at_state = out * (V * K) + (block * BV + value)[:, None] * K + channel[None, :]
+        state = tl.trans(operand(tl.load(states_ptr + at_state), OPERAND, INTERPRET))
+        dstate = operand(tl.load(dstates_ptr + at_state), OPERAND, INTERPRET)
+        do = tl.load(do_ptr + at_b * do_stride + at_V, mask=in_b[:, None], other=0.0)
+        dv = tl.load(dv_ptr + at_b * (H * V) + at_V, mask=in_b[:, None], other=0.0)
+        u = tl.load(u_ptr + out * (C * V) + (row + R)[:, None] * V + block * BV + value[None, :])
+        dq = tl.dot(state, tl.trans(operand(do, OPERAND, INTERPRET)), dq)
+        dk = tl.dot(state, tl.trans(operand(dv, OPERAND, INTERPRET)), dk)
+        carried = tl.dot(state, dstate, carried)
+        end = tl.dot(tl.trans(dstate), tl.trans(operand(u, OPERAND, INTERPRET)), end)
+    carried = diagonal(carried, KS)[:, None] * (exp2(t0 + t1 + t2 + t3, INTERPRET) * per_unit)
+
+    k_down = operand(k_b * down, OPERAND, INTERPRET)
+    from_start = exp2(t0 + t1, INTERPRET) * per_unit
+    dq = tl.dot(k_c, tl.trans(operand(da_ba, OPERAND, INTERPRET)), dq * from_start) * d2
+    dq = tl.dot(k_down, tl.trans(operand(da_bb, OPERAND, INTERPRET)), dq) * up
+    dk = tl.dot(k_c, tl.trans(operand(dak_ba, OPERAND, INTERPRET)), dk * -from_start) * d2
+    dk = tl.dot(k_down, tl.trans(operand(dak_bb, OPERAND, INTERPRET)), dk) * up
+    q = tl.load(q_ptr + at_b * q_stride + place[None, :], mask=in_b[:, None], other=0.0)
+    q_norm = tl.load(at_norms + R)[None, :]
+    q = transposed(q, identity, INTERPRET) * (q_norm * scale)
+    dG = q * dq + k_b * dk
+    at_sums = sums_ptr + out * (2 * C) + row
+    dq = (q_norm * scale * unit) * dq - (q_norm * tl.load(at_sums + R)[None, :] / scale) * q
+    at_K = place[None, :] + at_b * (H * K)
+    tl.store(dq_ptr + at_K, tl.trans(dq.to(dq_ptr.dtype.element_ty)), mask=in_b[:, None])
+    end *= exp2(t3, INTERPRET) * per_unit
+    carried += tl.sum(k_b * down * end, 1)[:, None]
+    q *= up
+    k_up = k_b * up
+    end = tl.dot(operand(q, OPERAND, INTERPRET), operand(da_bb, OPERAND, INTERPRET), end)
+    end = tl.dot(operand(k_up, OPERAND, INTERPRET), operand(dak_bb, OPERAND, INTERPRET), end) * down
+    q_r, k_r = operand(q * d2, OPERAND, INTERPRET), operand(k_up * d2, OPERAND, INTERPRET)
+    dG -= k_b * end
+    known = tl.load(at_sums + C + R)[None, :]
+    dk = k_norm_b * (unit * (dk + end) - k_b * known)
+    tl.store(dk_ptr + at_K, tl.trans(dk.to(dk_ptr.dtype.element_ty)), mask=in_b[:, None])
+    dg_b = times_ones(dG, later, OPERAND, INTERPRET)
+    after = tl.sum(dG, 1)[:, None]
+
+    # Half a.
+    up, down = exp2(x_a, INTERPRET), exp2(-x_a, INTERPRET)
+    dq = tl.zeros((KS, R), tl.float32)
+    dk = tl.zeros((KS, R), tl.float32)
+    end = tl.zeros((KS, R), tl.float32)
+    for block in tl.static_range(V // BV):
+        at_V = h * V + block * BV + value[None, :]
+        at_state = out * (V * K) + (block * BV + value)[:, None] * K + channel[None, :]
+        if V > BV:
+            state = tl.trans(operand(tl.load(states_ptr + at_state), OPERAND, INTERPRET))
+            dstate = operand(tl.load(dstates_ptr + at_state), OPERAND, INTERPRET)
+        do = tl.load(do_ptr + at_a * do_stride + at_V, mask=in_a[:, None], other=0.0)
+        dv = tl.load(dv_ptr + at_a * (H * V) + at_V, mask=in_a[:, None], other=0.0)
+        u = tl.load(u_ptr + out * (C * V) + row[:, None] * V + block * BV + value[None, :])
+        dq = tl.dot(state, tl.trans(operand(do, OPERAND, INTERPRET)), dq)
+        dk = tl.dot(state, tl.trans(operand(dv, OPERAND, INTERPRET)), dk)
+        end = tl.dot(tl.trans(dstate), tl.trans(operand(u, OPERAND, INTERPRET)), end)
+    k_down = operand(k_a * down, OPERAND, INTERPRET)
+    from_start = exp2(t0, INTERPRET) * per_unit
+    dq = tl.dot(k_down, tl.trans(operand(da_aa, OPERAND, INTERPRET)), dq * from_start) * up
+    dk = tl.dot(k_down, tl.trans(operand(dak_aa, OPERAND, INTERPRET)), dk * -from_start) * up
+    q = tl.load(q_ptr + at_a * q_stride + place[None, :], mask=in_a[:, None], other=0.0)
+    q_norm = tl.load(at_norms)[None, :]
+    q = transposed(q, identity, INTERPRET) * (q_norm * scale)
+    dG = q * dq + k_a * dk
+    dq = (q_norm * scale * unit) * dq - (q_norm * tl.load(at_sums)[None, :] / scale) * q
+    at_K = place[None, :] + at_a * (H * K)
+    tl.store(dq_ptr + at_K, tl.trans(dq.to(dq_ptr.dtype.element_ty)), mask=in_a[:, None])
+    end *= exp2(t2 + t3, INTERPRET) * per_unit
+    carried += tl.sum(k_a * down * end, 1)[:, None] * d1
+    end = tl.dot(q_r, operand(da_ba, OPERAND, INTERPRET), end)
+    end = tl.dot(k_r, operand(dak_ba, OPERAND, INTERPRET), end) * d1
+    end = tl.dot(operand(q * up, OPERAND, INTERPRET), operand(da_aa, OPERAND, INTERPRET), end)
+    end = tl.dot(operand(k_a * up, OPERAND, INTERPRET), operand(dak_aa, OPERAND, INTERPRET), end) * down
+    dG -= k_a * end
+    known = tl.load(at_sums + C)[None, :]
+    dk = k_norm_a * (unit * (dk + end) - k_a * known)
+    tl.store(dk_ptr + at_K, tl.trans(dk.to(dk_ptr.dtype.element_ty)), mask=in_a[:, None])
+    dg_a = times_ones(dG, later, OPERAND, INTERPRET) + (after + carried)
+    dg_b += carried
+
+    # The gate.
+    z = transposed(tl.load(at_z + at_a * z_stride, mask=in_a[:, None], other=0.0), identity, INTERPRET) + bias
+    g = bounded_decay(z, rate, lower_bound, INTERPRET) * (1.0 / LOG2E)
+    dz = tl.where(in_a[None, :], dg_a * (unit * rate) * g * (1.0 - g / lower_bound), 0.0)
+    tl.store(dz_ptr + at_K, tl.trans(dz.to(dz_ptr.dtype.element_ty)), mask=in_a[:, None])
+    dbias, drate = tl.sum(dz, 1), tl.sum(dz * z, 1)
+    z = transposed(tl.load(at_z + at_b * z_stride, mask=in_b[:, None], other=0.0), identity, INTERPRET) + bias
+    g = bounded_decay(z, rate, lower_bound, INTERPRET) * (1.0 / LOG2E)
+    dz = tl.where(in_b[None, :], dg_b * (unit * rate) * g * (1.0 - g / lower_bound), 0.0)
+    at_K = place[None, :] + at_b * (H * K)
+    tl.store(dz_ptr + at_K, tl.trans(dz.to(dz_ptr.dtype.element_ty)), mask=in_b[:, None])
+    tl.store(dbias_ptr + out * K + channel, dbias + tl.sum(dz, 1))
+    tl.store(drate_ptr + out * K + channel, drate + tl.sum(dz * z, 1))

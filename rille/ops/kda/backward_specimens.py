@@ -1,0 +1,62 @@
+"""One launch of each KDA backward kernel as the H200 would see it, for `rille.ops.ahead`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton.language as tl
+
+from rille.ops.ahead import Specimen
+from rille.ops.kda.backward_kernels import prepare_kernel, reverse_kernel, states_kernel
+from rille.ops.kda.backward_local import local_kernel
+
+POINTERS = {
+    "*bf16": "q_ptr k_ptr v_ptr z_ptr b_ptr o_ptr do_ptr dv_ptr anchors_ptr identity_ptr ones_ptr q_out_ptr "
+    "k_start_ptr k_end_ptr u_ptr states_ptr dstates_ptr dq_ptr dk_ptr dz_ptr db_ptr",
+    "*fp32": "A_log_ptr dt_bias_ptr decay_ptr totals_ptr norms_ptr dbias_ptr drate_ptr sums_ptr initial_ptr dfinal_ptr "
+    "dinitial_ptr",
+    "*i32": "spans_ptr starts_ptr order_ptr",
+    "*i64": "first_ptr",
+    "i32": "q_stride k_stride v_stride z_stride o_stride do_stride b_stride",
+    "fp32": "lower_bound scale",
+}
+TYPES = {name: kind for kind, names in POINTERS.items() for name in names.split()}
+WHOLE = tuple(name for name, kind in TYPES.items() if kind != "fp32")
+
+
+def specimen(name: str, kernel: Any, constexprs: dict[str, Any], num_warps: int, **limits: Any) -> Specimen:
+    K, BV = constexprs["K"], constexprs.get("BV")
+    shapes = dict(t=(64, 64), a=(64, 64), q=(64, K), k_start=(64, K), k_end=(64, K))
+    shapes |= dict(u=(64, BV), states=(BV, K), dstates=(BV, K))
+    types = TYPES | {f"{of}_desc": f"tensordesc<bf16[{rows}, {width}]>" for of, (rows, width) in shapes.items()}
+    signature = {name: types[name] for name in kernel.arg_names if name not in constexprs}
+    return Specimen(f"kda_backward_{name}", kernel, signature, constexprs, num_warps, divisible=WHOLE, **limits)
+
+
+def prepare(name: str, K: int = 128, num_warps: int = 8, **limits: Any) -> Specimen:
+    constexprs = dict(H=96, K=K, OPERAND=tl.bfloat16, INTERPRET=False)
+    return specimen(f"prepare_{name}", prepare_kernel, constexprs, num_warps, **limits)
+
+
+def a_pass(name: str, kernel: Any, BV: int, num_warps: int, K: int = 128, V: int = 128, absent: str = "") -> Specimen:
+    shape = dict(H=96, K=K, V=V, BV=BV, OPERAND=tl.bfloat16, INTERPRET=False, STAGES=2)
+    return specimen(name, kernel, shape | dict.fromkeys(absent.split()), num_warps, want_wgmma=True)
+
+
+def local(name: str, K: int = 128, V: int = 128, num_warps: int = 4, **limits: Any) -> Specimen:
+    constexprs = dict(H=96, K=K, V=V, KS=64, BV=min(V, 128), OPERAND=tl.bfloat16, INTERPRET=False)
+    return specimen(f"local_{name}", local_kernel, constexprs, num_warps, want_wgmma=True, **limits)
+
+
+SPILL = dict(max_spill_bytes=1400, reason="two halves of a slice and what they exchange, at two programs an SM")
+SPECIMENS = [
+    prepare("k128"),
+    a_pass("states_v128", states_kernel, 128, 8, absent="initial_ptr"),
+    a_pass("states_v64", states_kernel, 64, 4, absent="initial_ptr"),
+    a_pass("reverse_v128", reverse_kernel, 128, 8, absent="dfinal_ptr dinitial_ptr"),
+    a_pass("reverse_v64", reverse_kernel, 64, 4),
+    local("k128", **SPILL),
+    local("v64", V=64, **SPILL),
+    local("k64", K=64, V=64, **SPILL),
+    local("v256", V=256, **SPILL),
+]

@@ -1,0 +1,249 @@
+"""The gradient of the blocked form, written out: what the backward kernels do, in plain PyTorch.
+
+`chunk.py` has the forward equations. With dO, dS' the gradients of a chunk's output and of the state after it, from the
+last chunk to the first:
+
+    dU = A^T dO + E dS'          dV = T^T dU          dS = Q^T dO + diag(2^Gc) dS' - (k 2^G)^T dV
+    with Q = q 2^G, E = k 2^(Gc-G)
+
+and then, for every chunk by itself,
+
+    dA = tril(dO U^T)                  dAk = -strict_tril(dV U^T)        where L = diag(b) Ak
+    dQ = dO S^T                        dE  = U dS'^T                     dKg = -dV S^T, gradient of k 2^G
+    dq = sum_j dA_ij k_j 2^(Gi-Gj)  + 2^G dQ
+    dk = sum_j dAk_ij k_j 2^(Gi-Gj) + 2^G dKg  =: dk_row
+       + sum_i (dA_ij q_i + dAk_ij k_i) 2^(Gi-Gj) + 2^(Gc-G) dE  =: dk_col
+    dG = q dq + k (dk_row - dk_col);   dg_i = sum_{j>=i} dG_j + sum_j E_j dE_j + 2^Gc sum_V S dS'
+
+Neither the gradient of T nor its path through the inverse appears. Differentiating (I + L) U = diag(b) (V - k 2^G S)
+as an equation gives that path at once: Z = (I + L)^-T dU is the gradient of the right side, dV = diag(b) Z, and L
+receives -Z U^T.
+
+Scaling q of one token scales its output; scaling its k or b acts like a change of its v. That gives three sums without
+any gradient of q or k. With u = U / b, what the state did not yet know of v:
+
+    sum_K q dq = sum_V o dO         sum_K k dk = sum_V dV (2 u - v)         beta dbeta = sum_V dV u
+
+Suffixes as in `chunk.py`.
+"""
+
+from __future__ import annotations
+
+from math import log
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rille.ops.kda.arguments import Gate
+from rille.ops.kda.chunk import (
+    CHUNK,
+    HALF,
+    AnchoredHalves,
+    Decays,
+    DirectHalves,
+    Schedule,
+    TileSums,
+    check_lower_bound,
+    decays,
+    inverse_of_unit_lower,
+    pair_decays,
+    pair_products,
+    schedule_chunks,
+    state_pass,
+    tile_sums,
+)
+from rille.ops.kda.reference import compute_dtype, initial_state, log_decay, normalised, normalised_queries
+from rille.packing import Packing
+
+
+class Gradients(NamedTuple):
+    """Of a scalar with respect to each input of `kda`, in the type of the arithmetic."""
+
+    q_NHK: Tensor
+    k_NHK: Tensor
+    v_NHV: Tensor
+    z_NHK: Tensor
+    b_NH: Tensor
+    A_log: Tensor
+    dt_bias_HK: Tensor
+    initial_SHVK: Tensor
+
+
+@torch.no_grad()
+def kda_backward(
+    q_NHK: Tensor,
+    k_NHK: Tensor,
+    v_NHV: Tensor,
+    z_NHK: Tensor,
+    b_NH: Tensor,
+    gate: Gate,
+    packing: Packing,
+    initial_SHVK: Tensor | None,
+    do_NHV: Tensor,
+    dfinal_SHVK: Tensor,
+) -> Gradients:
+    """Gradients of sum(o do) + sum(final dfinal). Raises ValueError if 16 |lower_bound| > 80."""
+    check_lower_bound(gate)
+    dtype = compute_dtype(q_NHK, k_NHK, v_NHV, z_NHK, b_NH)
+    state_SHVK = initial_state(initial_SHVK, packing, k_NHK, v_NHV, dtype)
+    if packing.num_tokens == 0:
+        inputs = (q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate.A_log, gate.dt_bias)
+        return Gradients._make([*(torch.zeros_like(x, dtype=dtype) for x in inputs), dfinal_SHVK.to(dtype)])
+    schedule = schedule_chunks(packing)
+    q_MHCK = schedule.gather(normalised_queries(q_NHK, dtype))
+    k_MHCK = schedule.gather(normalised(k_NHK, dtype))
+    v_MHCV, do_MHCV = schedule.gather(v_NHV.to(dtype)), schedule.gather(do_NHV.to(dtype))
+    beta_MHC1 = schedule.gather(b_NH.to(dtype).sigmoid()[..., None])
+    sums = tile_sums(schedule.gather(log_decay(z_NHK, gate, dtype) / log(2)))
+    decay = decays(sums)
+    halves = DirectHalves(sums, k_MHCK) if gate.lower_bound is None else AnchoredHalves(sums, k_MHCK)
+
+    a_MHCC = pair_products(q_MHCK, k_MHCK, halves, decay).tril()
+    l_MHCC = beta_MHC1 * pair_products(k_MHCK, k_MHCK, halves, decay).tril(-1)
+    t_MHCC = inverse_of_unit_lower(l_MHCC) * beta_MHC1.mT
+    k_start_MHCK, k_end_MHCK = k_MHCK * decay.from_start_MHCK, k_MHCK * decay.to_end_MHCK
+    q_start_MHCK = q_MHCK * decay.from_start_MHCK
+    u_MHCV, states_MHVK, _ = state_pass(
+        t_MHCC @ k_start_MHCK, t_MHCC @ v_MHCV, k_end_MHCK, decay.whole_MH1K, state_SHVK, schedule
+    )
+    operands = (a_MHCC, t_MHCC, q_start_MHCK, k_start_MHCK, k_end_MHCK, decay.whole_MH1K, do_MHCV)
+    dv_MHCV, dstates_MHVK, dinitial_SHVK = reverse_pass(*operands, dfinal_SHVK.to(dtype), schedule)
+
+    da_MHCC = (do_MHCV @ u_MHCV.mT).tril()
+    dak_MHCC = -(dv_MHCV @ u_MHCV.mT).tril(-1)
+    dq_MHCK, dk_row_MHCK, dk_col_MHCK = pair_gradients(da_MHCC, dak_MHCC, q_MHCK, k_MHCK, sums, decay, gate)
+    end_MHCK = decay.to_end_MHCK * (u_MHCV @ dstates_MHVK)
+    dq_MHCK += decay.from_start_MHCK * (do_MHCV @ states_MHVK)
+    dk_row_MHCK -= decay.from_start_MHCK * (dv_MHCV @ states_MHVK)
+    dk_col_MHCK += end_MHCK
+    dG_MHCK = q_MHCK * dq_MHCK + k_MHCK * (dk_row_MHCK - dk_col_MHCK)
+    carried_MH1K = (k_MHCK * end_MHCK).sum(-2, keepdim=True)
+    carried_MH1K += decay.whole_MH1K * (states_MHVK * dstates_MHVK).sum(-2, keepdim=True)
+    dg_MHCK = dG_MHCK.flip(-2).cumsum(-2).flip(-2) + carried_MH1K
+
+    added_MHCV = u_MHCV / beta_MHC1.clamp_min(1e-30)
+    known_MHC = (dv_MHCV * (2 * added_MHCV - v_MHCV)).sum(-1, keepdim=True)
+    db_MHC1 = (dv_MHCV * added_MHCV).sum(-1, keepdim=True) * (1 - beta_MHC1)
+    o_MHCV = q_start_MHCK @ states_MHVK.mT + a_MHCC @ u_MHCV
+    read_MHC = (o_MHCV * do_MHCV).sum(-1, keepdim=True)
+    scale = q_NHK.shape[-1] ** -0.5
+    dz_NHK, dA_log = gate_gradients(schedule.scatter(dg_MHCK), z_NHK.to(dtype), gate)
+    return Gradients(
+        through_norm(schedule.scatter(dq_MHCK * scale), schedule.scatter(read_MHC), q_NHK.to(dtype)),
+        through_norm(schedule.scatter(dk_row_MHCK + dk_col_MHCK), schedule.scatter(known_MHC), k_NHK.to(dtype)),
+        schedule.scatter(dv_MHCV),
+        dz_NHK,
+        schedule.scatter(db_MHC1)[..., 0],
+        dA_log,
+        dz_NHK.sum(0),
+        dinitial_SHVK,
+    )
+
+
+def reverse_pass(
+    a_MHCC: Tensor,
+    t_MHCC: Tensor,
+    q_start_MHCK: Tensor,
+    k_start_MHCK: Tensor,
+    k_end_MHCK: Tensor,
+    whole_MH1K: Tensor,
+    do_MHCV: Tensor,
+    dfinal_SHVK: Tensor,
+    schedule: Schedule,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dV [M, H, C, V], the gradient of the state after each chunk [M, H, V, K], and of the initial states."""
+    dstate_SHVK = dfinal_SHVK[schedule.longest_first_S]
+    operands = (a_MHCC, t_MHCC, q_start_MHCK, k_start_MHCK, k_end_MHCK, whole_MH1K, do_MHCV)
+    steps = zip(*(x.split(schedule.active) for x in operands), strict=True)
+    dv_steps, dstate_steps = [], []
+    for a, t, q_start, k_start, k_end, whole, do in reversed(list(steps)):
+        dafter_SHVK = dstate_SHVK[: a.shape[0]].clone()
+        dv_SHCV = t.mT @ (a.mT @ do + k_end @ dafter_SHVK.mT)
+        dstate_SHVK[: a.shape[0]] = do.mT @ q_start + dafter_SHVK * whole - dv_SHCV.mT @ k_start
+        dv_steps.append(dv_SHCV)
+        dstate_steps.append(dafter_SHVK)
+    dinitial_SHVK = dstate_SHVK[schedule.longest_first_S.argsort()]
+    return torch.cat(dv_steps[::-1]), torch.cat(dstate_steps[::-1]), dinitial_SHVK
+
+
+def pair_gradients(
+    da_MHCC: Tensor, dak_MHCC: Tensor, q_MHCK: Tensor, k_MHCK: Tensor, sums: TileSums, decay: Decays, gate: Gate
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What A and Ak give to q, to k as a row, and to k as a column."""
+    gradients_of_halves = direct_halves if gate.lower_bound is None else anchored_halves
+    da_MHGBB, dak_MHGBB = diagonal_blocks(da_MHCC, HALF), diagonal_blocks(dak_MHCC, HALF)
+    q_MHGBK, k_MHGBK = q_MHCK.unflatten(2, (2, HALF)), k_MHCK.unflatten(2, (2, HALF))
+    halves = gradients_of_halves(da_MHGBB, dak_MHGBB, q_MHGBK, k_MHGBK, sums)
+    dq_MHCK, dk_row_MHCK, dk_col_MHCK = (x.flatten(2, 3) for x in halves)
+
+    from_middle, to_middle = decay.from_middle_MHBK, decay.to_middle_MHBK
+    da_MHBB, dak_MHBB = da_MHCC[..., HALF:, :HALF], dak_MHCC[..., HALF:, :HALF]
+    q_MHBK, k_MHBK = q_MHGBK[:, :, 1] * from_middle, k_MHGBK[:, :, 1] * from_middle
+    k_before_MHBK = k_MHGBK[:, :, 0] * to_middle
+    dq_MHCK[:, :, HALF:] += from_middle * (da_MHBB @ k_before_MHBK)
+    dk_row_MHCK[:, :, HALF:] += from_middle * (dak_MHBB @ k_before_MHBK)
+    dk_col_MHCK[:, :, :HALF] += to_middle * (da_MHBB.mT @ q_MHBK + dak_MHBB.mT @ k_MHBK)
+    return dq_MHCK, dk_row_MHCK, dk_col_MHCK
+
+
+def anchored_halves(
+    da_MHGBB: Tensor, dak_MHGBB: Tensor, q_MHGBK: Tensor, k_MHGBK: Tensor, sums: TileSums
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Both gradients are brought to magnitude 1 before 2^115 meets them."""
+    x_MHGBK = AnchoredHalves(sums, k_MHGBK.flatten(2, 3)).x_MHGBK
+    up_MHGBK, down_MHGBK = x_MHGBK.exp2(), (-x_MHGBK).exp2()
+    tiny = torch.finfo(da_MHGBB.dtype).tiny
+    size = torch.maximum(da_MHGBB.abs(), dak_MHGBB.abs()).amax((-2, -1), keepdim=True).clamp_min(tiny)
+    da_MHGBB, dak_MHGBB = da_MHGBB / size, dak_MHGBB / size
+    k_down_MHGBK = k_MHGBK * down_MHGBK
+    dq_MHGBK = up_MHGBK * (da_MHGBB @ k_down_MHGBK) * size
+    dk_row_MHGBK = up_MHGBK * (dak_MHGBB @ k_down_MHGBK) * size
+    columns_MHGBK = da_MHGBB.mT @ (q_MHGBK * up_MHGBK) + dak_MHGBB.mT @ (k_MHGBK * up_MHGBK)
+    return dq_MHGBK, dk_row_MHGBK, down_MHGBK * columns_MHGBK * size
+
+
+def direct_halves(
+    da_MHGBB: Tensor, dak_MHGBB: Tensor, q_MHGBK: Tensor, k_MHGBK: Tensor, sums: TileSums
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Pair by pair in the tiles on the diagonal; between the tiles with their border as origin."""
+    tile = CHUNK // 4
+    pairs_MHGTRRK = pair_decays(sums.g_MHGTRK)
+    da, dak = (diagonal_blocks(x, tile)[..., None] * pairs_MHGTRRK for x in (da_MHGBB, dak_MHGBB))
+    q, k = q_MHGBK.unflatten(3, (2, tile)), k_MHGBK.unflatten(3, (2, tile))
+    dq, dk_row = ((x * k[..., None, :, :]).sum(-2).flatten(3, 4) for x in (da, dak))
+    dk_col = (da * q[..., None, :] + dak * k[..., None, :]).sum(-3).flatten(3, 4)
+
+    up, down = sums.through_MHGTRK[:, :, :, 1].exp2(), sums.after_MHGTRK[:, :, :, 0].exp2()
+    da, dak = da_MHGBB[..., tile:, :tile], dak_MHGBB[..., tile:, :tile]
+    dq[..., tile:, :] += up * (da @ (k[:, :, :, 0] * down))
+    dk_row[..., tile:, :] += up * (dak @ (k[:, :, :, 0] * down))
+    dk_col[..., :tile, :] += down * (da.mT @ (q[:, :, :, 1] * up) + dak.mT @ (k[:, :, :, 1] * up))
+    return dq, dk_row, dk_col
+
+
+def diagonal_blocks(x: Tensor, size: int) -> Tensor:
+    """[..., n, n] -> [..., n / size, size, size]."""
+    return torch.stack([x[..., s : s + size, s : s + size] for s in range(0, x.shape[-1], size)], -3)
+
+
+def through_norm(dx_NHK: Tensor, along_NH1: Tensor, raw_NHK: Tensor) -> Tensor:
+    """From the gradient of x = raw / |raw| to that of raw; along: sum_K x dx."""
+    inverse_NH1 = (raw_NHK.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+    return inverse_NH1 * (dx_NHK - raw_NHK * inverse_NH1 * along_NH1)
+
+
+def gate_gradients(dg_NHK: Tensor, z_NHK: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
+    """dz [N, H, K] and dA_log (zero in the padding), from the gradient of the natural log-decay."""
+    H, dtype = z_NHK.shape[1], z_NHK.dtype
+    rate_H1 = gate.A_log[:H, None].to(dtype).exp()
+    x_NHK = z_NHK + gate.dt_bias.to(dtype)
+    if gate.lower_bound is None:
+        dz_NHK = dg_NHK * -rate_H1 * x_NHK.sigmoid()
+        dA_NHK = dg_NHK * -rate_H1 * F.softplus(x_NHK)
+    else:
+        s_NHK = (rate_H1 * x_NHK).sigmoid()
+        dz_NHK = dg_NHK * gate.lower_bound * rate_H1 * s_NHK * (1 - s_NHK)
+        dA_NHK = dz_NHK * x_NHK
+    return dz_NHK, F.pad(dA_NHK.sum((0, 2)), (0, gate.A_log.shape[0] - H))

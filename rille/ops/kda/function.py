@@ -1,0 +1,92 @@
+"""Gradients of the KDA kernels: the forward op of `forward.py` gets the backward op of `backward.py`.
+
+Importing this module registers both with autograd; `kda` then differentiates by itself, also under torch.compile, which
+sees two opaque ops with known result shapes.
+
+What lives between them: the inputs, o, and T, A [M, H, 64, 64], a quarter of a tensor [N, H, 128] each in bf16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rille.ops.kda.arguments import Gate
+from rille.ops.kda.backward import Inputs, backward
+from rille.ops.kda.forward import forward
+from rille.packing import Packing
+
+
+@torch.library.custom_op("rille::kda_backward", mutates_args=())
+def kda_backward(
+    q_NHK: Tensor,
+    k_NHK: Tensor,
+    v_NHV: Tensor,
+    z_NHK: Tensor,
+    b_NH: Tensor,
+    A_log: Tensor,
+    dt_bias_HK: Tensor,
+    lower_bound: float,
+    spans_M2: Tensor,
+    starts: Tensor,
+    order_S: Tensor,
+    first_S: Tensor,
+    initial_SHVK: Tensor | None,
+    t_MHCC: Tensor,
+    a_MHCC: Tensor,
+    o_NHV: Tensor,
+    do_NHV: Tensor,
+    dfinal_SHVK: Tensor | None,
+) -> list[Tensor]:
+    """Gradients of q, k, v, z, b, A_log, dt_bias and, where there are initial states, of those."""
+    tokens, gate = (q_NHK, k_NHK, v_NHV, z_NHK, b_NH), (A_log, dt_bias_HK, lower_bound)
+    inputs = Inputs(*tokens, *gate, spans_M2, starts, order_S, first_S, initial_SHVK)
+    return [x for x in backward(inputs, t_MHCC, a_MHCC, o_NHV, do_NHV, dfinal_SHVK) if x is not None]
+
+
+@kda_backward.register_fake
+def _(*inputs):
+    tokens, (A_log, dt_bias_HK), initial_SHVK = inputs[:5], inputs[5:7], inputs[12]
+    rows = [x.new_empty(x.shape) for x in tokens]
+    others = (A_log, dt_bias_HK) if initial_SHVK is None else (A_log, dt_bias_HK, initial_SHVK)
+    return rows + [x.new_empty(x.shape, dtype=torch.float32) for x in others]
+
+
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    tensors, ctx.lower_bound = [*inputs[:7], *inputs[8:]], inputs[7]
+    o_NHV, _, t_MHCC, a_MHCC = output
+    ctx.mark_non_differentiable(t_MHCC, a_MHCC)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, o_NHV, t_MHCC, a_MHCC)
+
+
+def gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    *inputs, o_NHV, t_MHCC, a_MHCC = ctx.saved_tensors
+    do_NHV, dfinal_SHVK = grads[:2]
+    if do_NHV is None:
+        do_NHV = torch.zeros_like(o_NHV)
+    found = kda_backward(*inputs[:7], ctx.lower_bound, *inputs[7:], t_MHCC, a_MHCC, o_NHV, do_NHV, dfinal_SHVK)
+    parameters = [g.to(x.dtype) for g, x in zip(found[5:7], inputs[5:7], strict=True)]
+    dinitial_SHVK = found[7].to(inputs[-1].dtype) if inputs[-1] is not None else None
+    return (*found[:5], *parameters, None, None, None, None, None, dinitial_SHVK)
+
+
+torch.library.register_autograd("rille::kda_forward", gradients, setup_context=setup_context)
+
+
+def differentiable(
+    q_NHK: Tensor,
+    k_NHK: Tensor,
+    v_NHV: Tensor,
+    z_NHK: Tensor,
+    b_NH: Tensor,
+    gate: Gate,
+    packing: Packing,
+    initial_SHVK: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """`kda` by the kernels, differentiable in every tensor. Raises ValueError for a lower bound below -5."""
+    result = forward(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, packing, initial_SHVK)
+    assert result.final_SHVK is not None, "only a pool keeps the final states"
+    return result.o_NHV, result.final_SHVK
