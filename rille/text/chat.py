@@ -137,12 +137,14 @@ def render(
     offered = _offered(declared, history)
     opened = _take_partial(history, partial, add_generation_prompt)
     options = _trailing_options(tool_choice, response_format, bool(offered))
+    if effort is not None and effort not in EFFORTS:
+        raise ValueError(f"effort {effort!r} is not one of {', '.join(EFFORTS)}")
 
     writer = Writer(images)
     if declared:
         _write_option(writer, "tool-declare", _TOOLS.format(tools=compact_json(declared, "tools")))
     if thinking and effort is not None:
-        _write_option(writer, "thinking-effort", _EFFORT.format(effort=_checked_effort(effort)))
+        _write_option(writer, "thinking-effort", _EFFORT.format(effort=effort))
     _write_history(writer, history, thinking)
     stable = slice(len(writer.segments))
     for kind, body in options:
@@ -180,12 +182,6 @@ def _take_partial(history: list[Message], partial: bool, add_generation_prompt: 
     return history.pop()
 
 
-def _checked_effort(effort: str) -> str:
-    if effort not in EFFORTS:
-        raise ValueError(f"effort {effort!r} is not one of {', '.join(EFFORTS)}")
-    return effort
-
-
 def _trailing_options(
     tool_choice: str | None, response_format: Mapping[str, Any] | str | None, has_tools: bool
 ) -> list[tuple[str, str]]:
@@ -206,7 +202,7 @@ def read_response_format(response_format: Mapping[str, Any] | str | None) -> tup
     if response_format is None:
         return "text", None
     given = {"type": response_format} if isinstance(response_format, str) else response_format
-    kind = given.get("type")
+    kind = given.get("type") if isinstance(given, Mapping) else None
     if kind in ("text", "json_object"):
         return kind, None
     if kind != "json_schema":

@@ -22,12 +22,11 @@ from typing import Any
 from rille.text.chat import Channel, read_response_format
 from rille.text.markup import escape
 from rille.text.messages import check_names, check_tool_choice, compact_json, read_tools
-from rille.text.schema import Variant, loose_keywords, variants
+from rille.text.schema import Variant, lengths, loose_keywords, variants
 from rille.text.vocabulary import CLOSE, END_OF_MESSAGE, OPEN, SEP
 
 _NOT_ENFORCED = ("anyOf", "oneOf", "allOf", "not", "if", "$ref", "patternProperties", "dependentRequired")
 _MAX_BITS = 64  # of a parametric rule
-_MAX_LENGTH = 2000  # of a string whose length the grammar counts
 _TERMINALS = {"TEXT": r"/(.|\n)*/", "INDEX": "/[1-9][0-9]*/", "KEY": '/([^"&]|&amp;|&quot;)+/'}
 
 
@@ -94,6 +93,13 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def _named_variants(schema: Any, root: Mapping[str, Any], where: str) -> list[Variant]:
+    try:
+        return variants(schema, root)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
 class _GrammarWriter:
     def __init__(self):
         self.lines: list[str] = []
@@ -115,7 +121,10 @@ class _GrammarWriter:
         root = {} if parameters is None else parameters
         if not isinstance(root, Mapping) or not isinstance(root.get("properties", {}), Mapping):
             raise ValueError(f"tool {tool!r}: parameters and their properties must be objects")
-        required = list(root.get("required", ()))
+        required = root.get("required", [])
+        if not isinstance(required, list) or not all(isinstance(key, str) for key in required):
+            raise ValueError(f"tool {tool!r}: required must be a list of names")
+        required = list(dict.fromkeys(required))
         properties = {**dict.fromkeys(required, True), **root.get("properties", {})}
         extra = root.get("additionalProperties", not properties)
         self.loose += [f"{tool}: {keyword} of the parameters" for keyword in _NOT_ENFORCED if keyword in root]
@@ -140,10 +149,7 @@ class _GrammarWriter:
 
     def _argument(self, name: str, tool: str, key: str, schema: Any, root: Mapping[str, Any]) -> str:
         """The rule of one named argument; returns its name."""
-        try:
-            found = variants(schema, root)
-        except ValueError as error:
-            raise ValueError(f"tool {tool!r}, argument {key!r}: {error}") from None
+        found = _named_variants(schema, root, f"tool {tool!r}, argument {key!r}")
         self.loose += [f"{tool}.{key}: {note}" for note in loose_keywords(found)]
         if not found:
             raise ValueError(f"tool {tool!r}: no value fits the schema of argument {key!r}")
@@ -159,7 +165,7 @@ class _GrammarWriter:
         """The rule of an argument with any key; returns its name."""
         if schema is True and self._free is not None:
             return self._free
-        found = variants(schema, root)
+        found = _named_variants(schema, root, f"{name}, further arguments")
         rule = "any_argument" if schema is True else f"{name}_other"
         values = [self._value(f"{rule}_{i}", variant) for i, variant in enumerate(found)]
         tails = [_quoted(f'" type="{variant.type}"') for variant in found]
@@ -182,9 +188,10 @@ class _GrammarWriter:
         options = variant.schema.get("enum")
         if options is not None:
             return "(" + " | ".join(_quoted(option) for option in options) + ")"
-        least, most = variant.schema.get("minLength", 0), variant.schema.get("maxLength")
-        if (least, most) == (0, None) or max(least, most or 0) > _MAX_LENGTH:
+        counted = lengths(variant.schema)
+        if counted in (None, (0, None)):
             return "TEXT"
+        least, most = counted
         terminal = f"TEXT_{name}".upper()
         self.rule(terminal, f"/(.|\\n){{{least},{'' if most is None else most}}}/")
         return terminal

@@ -8,12 +8,15 @@ unions, enumerations and references are opened until each part has one type.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 TYPES = ("string", "number", "boolean", "null", "object", "array")
 _NOTES = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment")
+_KEYWORDS = {"anyOf": list, "oneOf": list, "allOf": list, "enum": list, "$ref": str, "minLength": int, "maxLength": int}
+MAX_LENGTH = 2000  # of a string whose characters a grammar counts
 _DEPTH = 16  # of references and unions at one place
 
 
@@ -37,13 +40,19 @@ def variants(schema: Any, root: Mapping[str, Any]) -> list[Variant]:
 
 def loose_keywords(found: Sequence[Variant]) -> list[str]:
     """Keywords of raw strings that a grammar over raw text does not enforce."""
-    return [
-        f"{keyword} {variant.schema[keyword]!r}"
-        for variant in found
-        if variant.type == "string"
-        for keyword in ("pattern", "format", "allOf", "not", "if")
-        if keyword in variant.schema
-    ]
+    notes = []
+    for schema in (variant.schema for variant in found if variant.type == "string"):
+        ignored = [keyword for keyword in ("pattern", "format", "allOf", "not", "if") if keyword in schema]
+        if lengths(schema) is None:
+            ignored += [keyword for keyword in ("minLength", "maxLength") if keyword in schema]
+        notes += [f"{keyword} {schema[keyword]!r}" for keyword in ignored]
+    return notes
+
+
+def lengths(schema: Mapping[str, Any]) -> tuple[int, int | None] | None:
+    """Least and most characters of a string; None where they are more than a grammar should count."""
+    least, most = max(0, int(schema.get("minLength", 0))), schema.get("maxLength")
+    return None if max(least, most or 0) > MAX_LENGTH else (least, most)
 
 
 def _split(schema: Any, root: Mapping[str, Any], depth: int) -> Iterator[Variant]:
@@ -51,6 +60,7 @@ def _split(schema: Any, root: Mapping[str, Any], depth: int) -> Iterator[Variant
         return
     if schema is not True and not isinstance(schema, Mapping):
         raise ValueError(f"a schema must be an object, true or false, not {str(schema)[:80]!r}")
+    _check_keywords({} if schema is True else schema)
     if depth == 0:
         raise ValueError(f"a schema nests unions or references more than {_DEPTH} deep")
     plain = {} if schema is True else {key: value for key, value in schema.items() if key not in _NOTES}
@@ -73,7 +83,14 @@ def _split(schema: Any, root: Mapping[str, Any], depth: int) -> Iterator[Variant
                 yield Variant(kind, {"enum": group})
         return
     for kind in kinds:
-        yield Variant(_written_as(kind), {**plain, "type": kind})
+        if kind != "string" or plain.get("minLength", 0) <= plain.get("maxLength", math.inf):
+            yield Variant(_written_as(kind), {**plain, "type": kind})
+
+
+def _check_keywords(schema: Mapping[str, Any]) -> None:
+    for keyword, kind in _KEYWORDS.items():
+        if not isinstance(schema.get(keyword, kind()), kind):
+            raise ValueError(f"a schema's {keyword} must be of type {kind.__name__}, not {schema[keyword]!r:.60}")
 
 
 def _joined(siblings: Mapping[str, Any], schema: Any) -> Any:
@@ -86,7 +103,7 @@ def _joined(siblings: Mapping[str, Any], schema: Any) -> Any:
 def _types(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> list[str]:
     """JSON types that a schema without unions admits."""
     given = schema.get("type", TYPES)
-    kinds = [given] if isinstance(given, str) else list(given)
+    kinds = [given] if isinstance(given, str) else list(given) if isinstance(given, Sequence) else [given]
     unknown = [kind for kind in kinds if kind not in (*TYPES, "integer")]
     if unknown:
         raise ValueError(f"a schema has the type {unknown[0]!r}; types are {', '.join(TYPES)}, integer")

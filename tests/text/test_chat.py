@@ -79,6 +79,8 @@ def test_effort_is_said_once_and_only_when_thinking():
     for effort in ("medium", "", "MAX"):
         with pytest.raises(ValueError, match=f"effort '{effort}' is not one of low, high, max"):
             render([USER], effort=effort)
+        with pytest.raises(ValueError, match="is not one of low, high, max"):
+            render([USER], effort=effort, thinking=False)
 
 
 def test_argument_types_and_texts():

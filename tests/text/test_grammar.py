@@ -120,11 +120,14 @@ def test_tools_of_later_system_messages_are_in_it():
 
 def test_what_it_does_not_enforce_is_said():
     properties = {"p": {"type": "string", "pattern": "^a", "format": "date"}, "n": {"type": "number", "pattern": "x"}}
+    properties["q"] = {"type": "string", "minLength": 1, "maxLength": 10_000}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": properties, "not": {}}}}
     assert continuations("think", [tool]).loose == (
         "f: not of the parameters",
         "f.p: pattern '^a'",
         "f.p: format 'date'",
+        "f.q: minLength 1",
+        "f.q: maxLength 10000",
     )
     assert continuations("think", TOOLS).loose == (
         "open: a further argument may repeat a declared one",
@@ -137,6 +140,11 @@ def test_what_it_does_not_enforce_is_said():
     [
         ([], "tool 'f': parameters and their properties must be objects"),
         ({"properties": []}, "must be objects"),
+        ({"required": "a"}, "tool 'f': required must be a list of names"),
+        ({"properties": {"a": {"anyOf": {}}}}, "anyOf must be of type list, not {}"),
+        ({"properties": {"a": {"type": 5}}}, "the type 5"),
+        ({"additionalProperties": {"type": "date"}}, "further arguments: a schema has the type 'date'"),
+        ({"properties": {"a": {"type": "string", "minLength": 2, "maxLength": 1}}}, "no value fits"),
         ({"properties": {"a": False}}, "no value fits the schema of argument 'a'"),
         ({"properties": {"a": {"type": "date"}}}, "argument 'a': a schema has the type 'date'; types are string"),
         ({"properties": {"a": ["string"]}}, "a schema must be an object, true or false"),
@@ -160,6 +168,24 @@ def test_options_are_checked():
         continuations("think", [CLOCK, CLOCK])
     with pytest.raises(ValueError, match="'xml' is not one of"):
         continuations("think", response_format="xml")
+
+
+WORDS = "type properties required anyOf oneOf allOf enum const $ref minLength additionalProperties a string".split()
+anything = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-2, 2), st.sampled_from([*WORDS, "#", "#/a", "integer", ""])),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(WORDS), inner, max_size=4)),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.one_of(anything, st.fixed_dictionaries({"properties": st.fixed_dictionaries({"a": anything})})))
+def test_any_schema_has_a_grammar_or_is_refused_in_one_line(parameters):
+    try:
+        grammar = continuations("think", [{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+        assert "call_0" in rules_of(grammar)
+    except ValueError as error:
+        assert "\n" not in str(error)
 
 
 # --- schemas by type ---

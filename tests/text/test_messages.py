@@ -1,6 +1,8 @@
 """Messages, tools and options that cannot be rendered: one line that says where and what."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rille.text.chat import render
 from tests.text.conftest import CLOCK, USER, call
@@ -77,3 +79,37 @@ def test_dynamic_tools_have_names_of_their_own():
 def test_response_formats_that_are_none(given, message: str):
     with pytest.raises(ValueError, match=message):
         render([USER], response_format=given)
+
+
+KEYS = "role content name tool tools tool_calls tool_call_id id function arguments reasoning type text partial".split()
+leaves = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 3),
+    st.floats(),
+    st.sampled_from(["", "x", "system", "user", "assistant", "tool", "text", "image", "function", "{", "{}", "[1]"]),
+)
+junk = st.recursive(
+    leaves,
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(KEYS), inner, max_size=4)),
+    max_leaves=12,
+)
+almost = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "user", "assistant", "tool"])}, optional=dict.fromkeys(KEYS[1:], junk)
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.one_of(almost, junk), max_size=3), junk, junk, junk)
+def test_anything_is_rendered_or_refused_in_one_line(messages: list, tools, choice, response_format):
+    for options in (
+        {},
+        {"tools": tools},
+        {"tool_choice": choice},
+        {"response_format": response_format},
+        {"effort": choice},
+    ):
+        try:
+            assert render(messages, **options).text
+        except ValueError as error:
+            assert "\n" not in str(error)
