@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from rille.model.model import new_model
     from rille.model.presets import preset
     from rille.serve.generate import generate, stream
+    from rille.text.images import preprocess_images
     from rille.text.tokenizer import load_tokenizer
 
 __version__ = "0.1.0"
@@ -20,6 +21,7 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "new_model",
+    "preprocess_images",
     "preset",
     "save_model",
     "stream",
@@ -31,6 +33,7 @@ _HOMES = {
     "load_model": "rille.model.checkpoint",
     "load_tokenizer": "rille.text.tokenizer",
     "new_model": "rille.model.model",
+    "preprocess_images": "rille.text.images",
     "preset": "rille.model.presets",
     "save_model": "rille.model.checkpoint",
     "stream": "rille.serve.generate",
