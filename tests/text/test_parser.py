@@ -75,11 +75,11 @@ def test_pieces_of_one_size(small: Tokenizer, name: str, start: Channel | None, 
 
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(sorted(OUTPUTS)), st.sampled_from(["think", "response", None]), st.data())
-def test_any_cutting(official: Tokenizer, name: str, start: Channel | None, data: st.DataObject):
+def test_any_cutting(either: Tokenizer, name: str, start: Channel | None, data: st.DataObject):
     text = xtml(OUTPUTS[name])
-    ids = official.encode_with_specials(text)
+    ids = either.encode_with_specials(text)
     whole = run(Parser(start=start), [text])
-    for output, tokenizer in ((text, None), (ids, official)):
+    for output, tokenizer in ((text, None), (ids, either)):
         cuts = data.draw(st.lists(st.integers(0, len(output))))
         assert run(Parser(tokenizer, start=start), cut(output, cuts)) == whole
 
