@@ -74,7 +74,7 @@ def settings(config: TrainConfig) -> dict[str, Any]:
 def _flat(values: dict[str, Any], prefix: str) -> list[tuple[str, Any]]:
     pairs: list[tuple[str, Any]] = []
     for name, value in values.items():
-        if isinstance(value, dict) and name in ("data", "optim", "model"):
+        if isinstance(value, dict) and name in ("data", "optim", "model", "vision"):
             pairs += _flat(value, f"{name}.")
         else:
             pairs.append((prefix + name, list(value) if isinstance(value, tuple) else value))

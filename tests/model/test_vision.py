@@ -366,3 +366,12 @@ def test_vision_config_there_and_back():
         VisionConfig.from_official(less)
     released = preset("k3").vision.to_official()
     assert (released["vt_hidden_size"], released["merge_kernel_size"], "rille" in released) == (1024, [2, 2], False)
+
+
+@torch.no_grad()
+def test_a_range_of_layers_sees_too(tmp_path):
+    made = make(dtype=torch.float32)
+    save_model(made, tmp_path, dtype=torch.float32)
+    part = load_model(tmp_path, layers=range(1, 2))
+    assert len(part.layers) == 1
+    assert torch.equal(part.encode_images(pictures()), made.encode_images(pictures()))
