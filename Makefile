@@ -18,6 +18,7 @@ help:  ## list the targets
 setup: $(VENV)/dev.stamp  ## make .venv with the package, its extras and the development tools
 
 demo: $(VENV)/base.stamp  ## train a tiny K3 on the standard library's sources, then continue a prompt (base install only)
+	rm -rf runs/demo
 	$(BIN)/rille train tiny --out runs/demo
 	$(BIN)/rille generate runs/demo --prompt "def "
 

@@ -8,6 +8,7 @@ a run that was stopped: 130 for Ctrl-C, 143 for SIGTERM, 141 where the reader of
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import sys
@@ -23,6 +24,17 @@ if TYPE_CHECKING:
     from rille.model.config import K3Config
 
 Arguments = list[str]
+
+NO_ROOM = ". Make room on that disk; a run goes on from its last checkpoint with --resume"
+NO_RIGHT = ". Name a directory that you may write to"
+HINTS: dict[int | None, str] = {
+    errno.ENOSPC: NO_ROOM,
+    errno.EDQUOT: NO_ROOM,
+    errno.EFBIG: NO_ROOM,
+    errno.EACCES: NO_RIGHT,
+    errno.EPERM: NO_RIGHT,
+    errno.EROFS: NO_RIGHT,
+}
 
 
 def main(arguments: Arguments | None = None) -> int:
@@ -59,8 +71,8 @@ def run(arguments: Arguments) -> int:
 
 def complain(error: Exception, code: int) -> int:
     """One message on standard error, whatever line breaks the error had."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    print(f"rille: {text}", file=sys.stderr)
+    hint = HINTS.get(getattr(error, "errno", None), "")
+    print(f"rille: {' '.join(str(error).split()) or type(error).__name__}{hint}", file=sys.stderr)
     return code
 
 

@@ -143,7 +143,9 @@ def test_a_read_only_folder_is_a_fault_of_the_machine(text, tmp_path, monkeypatc
 
     monkeypatch.setattr(Path, "mkdir", refuse)  # permissions would not stop an administrator
     assert train(text, tmp_path / "run", "--steps", "1") == 1
-    assert re.fullmatch(r"rille: .*Permission denied: .*run'?\n", capsys.readouterr().err)
+    assert re.fullmatch(
+        r"rille: .*Permission denied: .*run'. Name a directory that you may write to\n", capsys.readouterr().err
+    )
 
 
 FULL_DISK = """
@@ -164,7 +166,7 @@ def test_a_full_disk_keeps_old_checkpoints(text, trained, tmp_path):
     )
     assert run.returncode == 1
     assert "Traceback" not in run.stderr
-    assert run.stderr.splitlines()[-1].startswith("rille: ") and "File too large" in run.stderr
+    assert run.stderr.splitlines()[-1].startswith("rille: ") and "Make room on that disk" in run.stderr
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-000002"]
     again = load_model(out / "checkpoints" / "step-000002")
     assert all(torch.equal(a, b) for a, b in zip(old.parameters(), again.parameters(), strict=True))

@@ -36,6 +36,16 @@ def publishing(path: Path) -> Iterator[Path]:
         shutil.rmtree(fresh, ignore_errors=True)
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file whose name points to the old content or to all of the new one, whatever happens."""
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def _flush(directory: Path) -> None:
     """Make the bytes durable before the name points to them."""
     for file in (*directory.rglob("*"), directory):

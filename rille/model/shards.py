@@ -6,7 +6,9 @@ against the file's size first, so that a truncated shard is found before anythin
 
 from __future__ import annotations
 
+import errno
 import json
+import re
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -123,4 +125,5 @@ def save_shard(tensors: dict[str, Tensor], path: Path) -> None:
     try:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:
-        raise OSError(f"{path}: {error}") from error
+        code = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(code[1]) if code else errno.EIO, str(error), str(path)) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -68,16 +69,16 @@ class TrainConfig:
 
 def settings(config: TrainConfig) -> dict[str, Any]:
     """The config as JSON can hold it, one dotted name a value: {"steps": 200, "optim.lr": 0.002, ...}."""
-    return dict(_flat(asdict(config), ""))
+    return json.loads(json.dumps(dict(_flat(asdict(config), ""))))
 
 
 def _flat(values: dict[str, Any], prefix: str) -> list[tuple[str, Any]]:
     pairs: list[tuple[str, Any]] = []
     for name, value in values.items():
         if isinstance(value, dict) and name in ("data", "optim", "model", "vision"):
-            pairs += _flat(value, f"{name}.")
+            pairs += _flat(value, f"{prefix}{name}.")
         else:
-            pairs.append((prefix + name, list(value) if isinstance(value, tuple) else value))
+            pairs.append((prefix + name, value))
     return pairs
 
 

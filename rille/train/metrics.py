@@ -12,13 +12,14 @@ mean load - 1 of the worst layer: 0 is a perfect balance.
 from __future__ import annotations
 
 import json
-import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from rille.model.publish import write_whole
 
 METRICS = "metrics.jsonl"
 
@@ -42,9 +43,7 @@ class JsonLines:
     def __init__(self, path: Path, step: int):
         self.path = path
         rows = [row for row in read_metrics(path) if row["step"] <= step]
-        partial = path.with_name(f"{path.name}.partial")
-        partial.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-        os.replace(partial, path)
+        write_whole(path, "".join(f"{json.dumps(row)}\n" for row in rows))
 
     def log(self, step: int, values: dict[str, float]) -> None:
         with self.path.open("a", encoding="utf-8") as file:

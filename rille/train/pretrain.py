@@ -24,6 +24,7 @@ from rille.model.checkpoint import save_model
 from rille.model.locate import step_checkpoints
 from rille.model.model import K3, new_model
 from rille.model.names import Kind, count_parameters, parameter_table
+from rille.model.publish import write_whole
 from rille.optim.adamw import adamw
 from rille.train.checkpoint import read_numbers, remove_unfinished, restore
 from rille.train.config import TrainConfig, check_resumable, settings
@@ -95,8 +96,7 @@ def read_text(config: TrainConfig, out: Path) -> Corpus:
 
 
 def write_settings(config: TrainConfig, out: Path) -> None:
-    text = json.dumps(settings(config), indent=1)
-    (out / SETTINGS).write_text(text, encoding="utf-8")
+    write_whole(out / SETTINGS, json.dumps(settings(config), indent=1))
 
 
 def set_up(config: TrainConfig, corpus: Corpus) -> Run:

@@ -1,7 +1,10 @@
 """Generation: equal to recomputation from scratch, sampling that obeys its arguments, arguments that are refused."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import rille
 from rille.model.model import new_model
@@ -30,6 +33,13 @@ def test_greedy_equals_recomputation(model, length):
     assert new.dtype == torch.int64 and new.shape == (12,)
     assert torch.equal(new, recomputed(model, tokens, 12))
     assert list(stream(model, tokens, 12)) == new.tolist()
+
+
+def test_the_released_model_continues_the_same():
+    oracle = Path(__file__).resolve().parents[1] / "fixtures" / "oracle"
+    io = load_file(oracle / "text_io.safetensors")
+    new = generate(rille.load_model(oracle), io["input_ids"][0].long(), 16)
+    assert new.tolist() == io["greedy_next_16"].tolist()
 
 
 def test_probabilities_equal_recomputation(model):
@@ -83,7 +93,8 @@ def test_sampling_follows_the_distribution():
 
 
 @pytest.mark.parametrize(
-    ("top_p", "kept"), [(1e-6, [1]), (0.5, [1]), (0.51, [1, 3]), (0.8125, [1, 3]), (0.8126, [0, 1, 3]), (1.0, [0, 1, 2, 3])]
+    ("top_p", "kept"),
+    [(1e-6, [1]), (0.5, [1]), (0.51, [1, 3]), (0.8125, [1, 3]), (0.8126, [0, 1, 3]), (1.0, [0, 1, 2, 3])],
 )
 def test_nucleus(top_p, kept):
     probabilities = torch.tensor([0.125, 0.5, 0.0625, 0.3125])

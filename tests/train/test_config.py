@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import fields, is_dataclass, replace
-from typing import get_type_hints
+from typing import get_args, get_type_hints
 
 import pytest
 from tyro.extras import overridable_config_cli
@@ -35,13 +35,13 @@ def test_recipes(name):
 
 
 def field_names(kind: type, prefix: str = "") -> set[str]:
-    """Dotted names of all fields that a command line can set; dicts it cannot."""
+    """Dotted names of all fields that a command line can set: neither dicts nor parts that may be absent."""
     names = set()
     hints = get_type_hints(kind)
     for field in fields(kind):
         if is_dataclass(hints[field.name]):
             names |= field_names(hints[field.name], f"{prefix}{field.name}.")
-        elif "dict" not in str(hints[field.name]):
+        elif "dict" not in str(hints[field.name]) and not any(map(is_dataclass, get_args(hints[field.name]))):
             names.add(prefix + field.name)
     return names
 
