@@ -27,6 +27,8 @@ from rille.ops.kda.backward_local import local_kernel
 from rille.ops.kda.chunk import CHUNK
 from rille.ops.kda.forward import anchors, multiprocessors, operand_type, packed_heads, types
 
+LOCAL_SLICE = 64  # key channels that the last kernel works on at a time; 16 for each warp
+
 
 class Prepared(NamedTuple):
     """Operands of the two passes and numbers of the last kernel, in chunk layout."""
@@ -170,6 +172,7 @@ def local(
     q_NHK, k_NHK, v_NHV, z_NHK, b_NH, A_log = inputs[:6]
     (_, H, K), V, M, dtype = q_NHK.shape, v_NHV.shape[2], inputs.spans_M2.shape[0], u_MHCV.dtype
     dq_NHK, dk_NHK, dz_NHK, db_NH = (x.new_empty(x.shape) for x in (q_NHK, k_NHK, z_NHK, b_NH))
+    KS = min(K, LOCAL_SLICE)
     dbias_MHK, drate_MHK = (q_NHK.new_empty(M, H, K, dtype=torch.float32) for _ in range(2))
     launch: Any = local_kernel[(M * H,)]
     launch(
@@ -177,7 +180,7 @@ def local(
         ones_of_half(q_NHK.device, dtype), u_MHCV, states_MHVK, dstates_MHVK, totals_MH4K, norms_MH2C,
         dq_NHK, dk_NHK, dz_NHK, db_NH, dbias_MHK, drate_MHK, torch.empty_like(norms_MH2C),
         *(x.stride(0) for x in (q_NHK, k_NHK, z_NHK, v_NHV, o_NHV, do_NHV, b_NH)), inputs.lower_bound, K**-0.5,
-        H=H, K=K, V=V, KS=64, BV=min(V, 128), **types(dtype), num_warps=4,
+        H=H, K=K, V=V, KS=KS, BV=min(V, 128), **types(dtype), num_warps=KS // 16,
     )  # fmt: skip
     dA_log = torch.zeros_like(A_log, dtype=torch.float32)
     dA_log[:H] = drate_MHK.sum((0, 2))

@@ -1,0 +1,283 @@
+"""KDA forward and backward on one GPU: first right, then fast, beside fla and beside the bytes that must move.
+
+    PYTHONPATH=. python3 benchmarks/ops/kda_backward.py --out FOLDER [--only H96] [--no-fla]
+
+The gate compares every gradient with the float64 blocked form (and fla's with it, on the same bf16 inputs); where an
+error is too large, the run ends with 1. Times are medians of `triton.testing.do_bench`, the L2 cache overwritten before
+each call; the inputs are random. "extra GiB" is the peak above the inputs during one forward and backward call,
+gradients included. The table comes last; FOLDER/kda_backward.json holds the same numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from rille.ops.kda import Gate, kda
+from rille.ops.kda import backward as kernels
+from rille.ops.kda.forward import forward
+from rille.packing import Packing
+
+NAMES = ("dq", "dk", "dv", "dz", "db", "dA_log", "ddt_bias", "dstate")
+
+
+@dataclass(frozen=True)
+class Work:
+    name: str
+    H: int
+    lengths: tuple[int, ...]
+    K: int = 128
+    V: int = 128
+
+
+WORKS = [
+    Work("H96 T8192", 96, (8192,)),
+    Work("H16 4x4096", 16, (4096,) * 4),
+    Work("H96 8x1024", 96, (1024,) * 8),
+    Work("H16 T8192", 16, (8192,)),
+    Work("H16 T32768", 16, (32768,)),
+]
+GATE_WORKS = [
+    Work("packed", 4, (1, 15, 16, 17, 63, 64, 65, 0, 1000)),
+    Work("K64 V64", 4, (300, 200), 64, 64),
+    Work("K128 V256", 4, (300, 200), 128, 256),
+    Work("repeated keys", 4, (1000,)),
+    Work("same key", 4, (1000,)),
+    Work("shut gate", 4, (1000,)),
+    Work("mixed gate", 4, (1000,)),
+    Work("open gate", 4, (4096,)),
+    Work("large", 4, (1000,)),
+]
+
+
+@dataclass
+class Case:
+    """Leaves q, k, v, z, b, A_log, dt_bias, state; the gradient of o; and that of the final states, for the gate."""
+
+    leaves: list[Tensor]
+    packing: Packing
+    do: Tensor
+    dfinal: Tensor | None
+
+    def ours(self, backend: str = "triton", dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+        leaves = self.leaves
+        if dtype is not None:
+            leaves = [x.detach().to(dtype).requires_grad_() for x in leaves]
+        q, k, v, z, b, A_log, dt_bias, *state = leaves
+        gate = Gate(A_log, dt_bias, -5.0)
+        o, final = kda(q, k, v, z, b, gate, self.packing, state[0] if state else None, backend=backend)
+        return self.differentiate(o, final, leaves)
+
+    def fla(self) -> tuple[Tensor, ...]:
+        from fla.ops.kda import chunk_kda
+
+        q, k, v, z, b = (x[None] for x in self.leaves[:5])
+        A_log, dt_bias, *state = self.leaves[5:]
+        o, final = chunk_kda(
+            q, k, v, z, b, initial_state=state[0] if state else None, output_final_state=self.dfinal is not None,
+            use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, safe_gate=True,
+            lower_bound=-5.0, A_log=A_log, dt_bias=dt_bias.flatten(), state_v_first=True,
+            cu_seqlens=self.packing.starts.long() if self.packing.num_sequences > 1 else None,
+        )  # fmt: skip
+        return self.differentiate(o[0], final, self.leaves)
+
+    def differentiate(self, o: Tensor, final: Tensor | None, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+        if self.dfinal is None or final is None:
+            return torch.autograd.grad(o, leaves, self.do.to(o.dtype))
+        return torch.autograd.grad((o, final), leaves, (self.do.to(o.dtype), self.dfinal.to(final.dtype)))
+
+
+def draw(work: Work, stateful: bool = False) -> Case:
+    torch.manual_seed(0)
+    states: list[Tensor] = []
+    N, S, H, K, V = sum(work.lengths), len(work.lengths), work.H, work.K, work.V
+    q, k, z = (torch.randn(N, H, K, device="cuda") for _ in range(3))
+    v, b, do = (torch.randn(N, H, *size, device="cuda") for size in ((V,), (), (V,)))
+    if work.name in ("repeated keys", "same key"):
+        k = k[:1] + (0.05 * k if work.name == "repeated keys" else 0)
+        z, b = torch.full_like(z, -12.0), torch.full_like(b, 9.0)
+    z = {"shut gate": torch.full_like(z, 12.0), "open gate": torch.full_like(z, -8.0)}.get(work.name, z)
+    if work.name in ("mixed gate", "large"):
+        z = torch.where(torch.rand(N, 1, 1, device="cuda") < 0.5, 12.0, -12.0).expand_as(z).contiguous()
+        do = do * (1e6 if work.name == "large" else 1)
+    parameters = [torch.randn(H, device="cuda") * 0.3, torch.randn(H, K, device="cuda")]
+    if stateful:
+        states.append(torch.randn(S, H, V, K, device="cuda"))
+    leaves = [*(x.bfloat16() for x in (q, k, v, z, b)), *parameters, *states]
+    dfinal = torch.randn(S, H, V, K, device="cuda") if stateful else None
+    return Case([x.requires_grad_() for x in leaves], Packing.of(work.lengths, device="cuda"), do.bfloat16(), dfinal)
+
+
+def distance(got: Tensor, expected: Tensor) -> float:
+    return ((got.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)).item()
+
+
+def check_gradients(with_fla: bool) -> tuple[list[dict[str, Any]], list[str]]:
+    """Errors against float64. Ours must be below 1 % or 1.2 times fla's; without fla below 2 %."""
+    rows, failures = [], []
+    for work in GATE_WORKS:
+        case = draw(work, stateful=True)
+        exact, ours = case.ours("chunk", torch.float64), case.ours()
+        theirs = case.fla() if with_fla else exact
+        print(f"  {work.name:<14}", end="")
+        for name, want, got, other in zip(NAMES, exact, ours, theirs, strict=True):
+            row = {"case": work.name, "gradient": name, "ours": distance(got, want)}
+            row |= {"fla": distance(other, want)} if with_fla else {}
+            limit = max(1e-2, 1.2 * row["fla"]) if with_fla else 2e-2
+            if not row["ours"] <= limit:
+                failures.append(f"gate: {work.name}: {name} is off by {row['ours']:.2e}, at most {limit:.2e}")
+            print(f" {name} {row['ours']:.1e}|{row.get('fla', 0):.1e}", end="")
+            rows.append(row)
+        again = case.ours()
+        if not all(torch.equal(x, y) for x, y in zip(ours, again, strict=True)):
+            failures.append(f"gate: {work.name}: two runs differ")
+        print(flush=True)
+    return rows, failures
+
+
+def median_ms(call: Callable[[], Any], rep: int = 60) -> float:
+    return float(triton.testing.do_bench(call, warmup=15, rep=rep, return_mode="median"))
+
+
+def copy_speed() -> float:
+    """Bytes read and written a millisecond by a device copy of 1 GiB."""
+    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * 2**30 / median_ms(lambda: target.copy_(source))
+
+
+def extra_gib(call: Callable[[], Any]) -> float:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def inputs_of(case: Case) -> kernels.Inputs:
+    chunks = case.packing.chunks(64)
+    indices = (chunks.spans, case.packing.starts, case.packing.longest_first, chunks.first)
+    leaves = [x.detach() for x in case.leaves]
+    return kernels.Inputs._make([*leaves[:7], -5.0, *indices, None])
+
+
+def measure_stages(case: Case) -> dict[str, float]:
+    inputs = inputs_of(case)
+    gate = Gate(inputs.A_log, inputs.dt_bias_HK, -5.0)
+    with torch.no_grad():
+        made = forward(*inputs[:5], gate, case.packing)
+        times = {"forward": median_ms(lambda: forward(*inputs[:5], gate, case.packing))}
+        prepared = kernels.prepare(inputs)
+        u, states = kernels.states(inputs, prepared, made.t_MHCC)
+        back = (made.t_MHCC, made.a_MHCC, case.do, None)
+        dv, dstates, _ = kernels.reverse(inputs, prepared, *back)
+        last = (made.o_NHV, case.do, dv, None, u, states, dstates, *prepared[4:])
+        times["prepare"] = median_ms(lambda: kernels.prepare(inputs))
+        times |= measure_blocks("states", lambda: kernels.states(inputs, prepared, made.t_MHCC))
+        times |= measure_blocks("reverse", lambda: kernels.reverse(inputs, prepared, *back))
+        chosen = kernels.LOCAL_SLICE
+        times["local"] = median_ms(lambda: kernels.local(inputs, *last))
+        kernels.LOCAL_SLICE = 128
+        times["local128"] = median_ms(lambda: kernels.local(inputs, *last), rep=30)
+        kernels.LOCAL_SLICE = chosen
+    return times
+
+
+BLOCKS = {"64x2": (64, 4, 2), "64x3": (64, 4, 3), "128x2": (128, 8, 2)}  # value channels a program, warps, stages
+
+
+def measure_blocks(stage: str, call: Callable[[], Any]) -> dict[str, float]:
+    """A pass over the chunks as chosen, and for each way to split V."""
+    chosen, times = kernels.value_block, {stage: median_ms(call)}
+    for name, block in BLOCKS.items():
+        kernels.value_block = lambda *_, block=block: block
+        try:
+            times[f"{stage[:3]} {name}"] = median_ms(call, rep=30)
+        except triton.OutOfResources:
+            times[f"{stage[:3]} {name}"] = float("nan")
+    kernels.value_block = chosen
+    return times
+
+
+def floor_bytes(work: Work) -> int:
+    """q k v z do in, o dq dk dv dz out, each once, and q k v z once more for the second half of the work."""
+    return 2 * work.H * sum(work.lengths) * ((2 * 3 + 3) * work.K + (2 + 3) * work.V)
+
+
+def measure(work: Work, speed: float, with_fla: bool) -> dict[str, Any]:
+    case = draw(work)
+    row: dict[str, Any] = {"work": work.name, "floor": floor_bytes(work) / speed, "ours": median_ms(case.ours, rep=150)}
+    row["extra GiB"] = extra_gib(case.ours)
+    if with_fla:
+        row["fla"] = median_ms(case.fla, rep=150)
+        row["fla GiB"] = extra_gib(case.fla)
+        row["ratio"] = row["fla"] / row["ours"]
+    return row | measure_stages(case)
+
+
+def measure_all(only: str, speed: float, with_fla: bool, seconds: float) -> list[dict[str, Any]]:
+    started, rows = time.time(), []
+    for work in WORKS:
+        if only in work.name:
+            rows.append(measure(work, speed, with_fla and time.time() - started < seconds))
+            print(f"  {time.time() - started:5.0f} s", rows[-1], flush=True)
+            torch.cuda.empty_cache()
+    return rows
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """One column a work: there are more numbers than works."""
+    for name in dict.fromkeys(name for row in rows for name in row):
+        cells = (row.get(name, "") for row in rows)
+        print(f"{name:<14}", *(f"{cell:>12.3f}" if isinstance(cell, float) else f"{cell:>12}" for cell in cells))
+
+
+def fla_version() -> str:
+    try:
+        return version("fla-core")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("."))
+    parser.add_argument("--only", default="", help="only works with this word in their name")
+    parser.add_argument("--no-fla", action="store_true")
+    parser.add_argument("--no-gate", action="store_true", help="times alone, of kernels that passed before")
+    parser.add_argument("--seconds", type=float, default=120, help="after this time fla is no longer measured")
+    options = parser.parse_args()
+    with_fla = not options.no_fla and find_spec("fla") is not None
+    report: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "versions": {name: version(name) for name in ("torch", "triton")},
+        "fla": fla_version() if with_fla else None,
+    }
+    print(report["device"], report["versions"], "fla", report["fla"], "  errors: ours|fla", flush=True)
+    report["gate"], failures = check_gradients(with_fla) if not options.no_gate else ([], [])
+    print(*failures, sep="\n", flush=True)
+    report["copy TB/s"] = copy_speed() * 1e-9
+    report["works"] = measure_all(options.only, report["copy TB/s"] * 1e9, with_fla, options.seconds)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "kda_backward.json").write_text(json.dumps(report, indent=1))
+    print(f"\n{report['device']}, copy {report['copy TB/s']:.2f} TB/s; milliseconds")
+    print_table(report["works"])
+    if failures:
+        raise SystemExit("\n".join(failures))
+
+
+if __name__ == "__main__":
+    main()
