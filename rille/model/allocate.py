@@ -1,4 +1,4 @@
-"""Where a module's parameters come from: empty tensors of the model's dtype, or fp32 where the official format stores fp32."""
+"""Where a module's parameters come from: empty, of the model's dtype, or fp32 where the official format has it."""
 
 from __future__ import annotations
 

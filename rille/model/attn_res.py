@@ -3,9 +3,9 @@
     sources V = [finished block sums ..., running sum p]
     a_j = softmax_j( q . (RMSNorm(V_j) * gain) )        out = sum_j a_j V_j
 
-A layer has two sites (before attention, before the feed-forward) and the model one more at its output. A sub-layer reads only the mixture
-and adds its output to p. In Block AttnRes p becomes a source when a block of layers is full; in Full AttnRes after every sub-layer;
-with standard residuals there is only p.
+A layer has two sites (before attention, before the feed-forward) and the model one more at its output. A sub-layer
+reads only the mixture and adds its output to p. In Block AttnRes p becomes a source when a block of layers is full; in
+Full AttnRes after every sub-layer; with standard residuals there is only p.
 """
 
 from __future__ import annotations

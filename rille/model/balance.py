@@ -1,11 +1,12 @@
 """Quantile Balancing: the router's selection bias from the scores themselves (report §2.3.3, appendices C and D).
 
-    s = sigmoid scores [m, E];   experts of a token = top-k of s + b;   alpha_i = (k+1)-th largest of s_i + b (the cutoff)
-    required bias  r = alpha - s;    q = m k / E;    b^_j = r at rank q + 1 of column j (ascending);    b = b^ - mean(b^)
+    s = sigmoid scores [m, E];   experts of a token = top-k of s + b;   alpha_i = (k+1)-th largest of s_i + b
+    required bias  r = alpha - s;   q = m k / E;   b^_j = r at rank q + 1 of column j (ascending);   b = b^ - mean(b^)
 
-so that, with everyone else's cutoff held, each expert would be chosen by its fair share of tokens. `exact_bias` is the definition.
-Training counts r in B uniform bins over [b_min - 1, b_max + 1] instead: integer counts that add up over micro-batches and ranks,
-then `histogram_bias` reads the quantile off with linear interpolation. `sign_bias` is the older rule, for comparison.
+so that, with everyone else's cutoff held, each expert would be chosen by its fair share of tokens. `exact_bias` is the
+definition. Training counts r in B uniform bins over [b_min - 1, b_max + 1] instead: integer counts that add up over
+micro-batches and ranks, then `histogram_bias` reads the quantile off with linear interpolation. `sign_bias` is the
+older rule, for comparison.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-# The report uses 1000. Rare experts have their whole share of tokens within a few such bins: at 896 experts, top-16 and 20,000 tokens
-# 1000 bins leave a load violation of 0.12 to 0.13 after five updates, 2000 leave 0.11, 4000 leave 0.09 (exact quantile: 0.04 to 0.07).
+# The report uses 1000. Rare experts have their whole share of tokens within a few such bins: at 896 experts, top-16 and
+# 20,000 tokens 1000 bins leave a load violation of 0.12 to 0.13 after five updates, 2000 leave 0.11, 4000 leave 0.09
+# (exact quantile: 0.04 to 0.07).
 BINS = 4000
 
 
@@ -26,8 +28,8 @@ BINS = 4000
 class Counts:
     """Expert load and required-bias histogram of each MoE layer, int64 on the model's device.
 
-    load: layer -> [E], tokens given to each expert. histogram: layer -> [E, B]. A training forward adds to them once per token (not in
-    evaluation, not under recomputation); the trainer sums them over ranks before `update`.
+    load: layer -> [E], tokens given to each expert. histogram: layer -> [E, B]. A training forward adds to them once
+    per token (not in evaluation, not under recomputation); the trainer sums them over ranks before `update`.
     """
 
     bins: int = BINS
@@ -44,7 +46,7 @@ class Counts:
 
 
 def required_bias_histogram(scores_NE: Tensor, cutoff_N: Tensor, bias_E: Tensor, bins: int = BINS) -> Tensor:
-    """int64 [E, B]: how many tokens need a bias in each bin to choose the expert. `bias_E` is the one the cutoffs were made with."""
+    """int64 [E, B]: how many tokens need a bias in each bin to choose the expert. bias_E: the one of the cutoffs."""
     with torch.no_grad():
         low, width = _bin_range(bias_E, bins)
         required_NE = cutoff_N[:, None] - scores_NE
@@ -106,7 +108,8 @@ def update_biases(
 ) -> None:
     """Set each layer's router bias in place from the counts of a step; the next step uses it.
 
-    biases: layer -> [E] fp32. rule: "quantile", "sign" or "none". ema: weight of the old bias (0 takes the new one whole).
+    biases: layer -> [E] fp32. rule: "quantile", "sign" or "none". ema: weight of the old bias (0 takes the new one
+    whole).
     """
     if rule not in ("quantile", "sign", "none"):
         raise ValueError(f"balance: unknown rule {rule!r}; choose quantile, sign or none")

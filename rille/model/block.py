@@ -1,6 +1,8 @@
 """A transformer layer: two sub-layers, each reading a mixture of the depth and adding to its running sum (report §2.2).
 
     x = Mix(depth);  p += Attention(RMSNorm(x));      x = Mix(depth);  p += FFN(RMSNorm(x))
+
+With standard residuals the mixture is p itself.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     [k | v] = W_ku c per head;  key = [k | s]
     y = W_o [ sigmoid(W_g x) * softmax(q key^T / sqrt(width)) v ]
 
-Without history the keys and values are expanded. With history the up-projection moves into the query and behind the softmax ("absorbed"):
-q_own W_k meets the latent itself, so only the latents are read.
+Without history the keys and values are expanded. With history the up-projection moves into the query and behind the
+softmax ("absorbed"): q_own W_k meets the latent itself, so only the latents are read.
 """
 
 from __future__ import annotations

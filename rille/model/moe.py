@@ -3,6 +3,8 @@
     s = sigmoid(W_r x) in fp32;   T = top-k of s + bias;   p = s_T / sum(s_T)
     u = sum_{e in T} p_e E_e(W_down x);     y = W_up RMSNorm(u) + Shared(x)
     E(z) = W_2 SiTU(W_1 z, W_3 z)
+
+The scores choose with the bias and weigh without it. Without a latent width the experts read x itself.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ class DenseGLU(nn.Module):
 class ExpertWeights(nn.Module):
     """The stacked routed experts, and what the expert product asks of them.
 
-    w13 [E, 2F, L] (gate rows, then up rows), w2 [E, L, F]. The scale buffers hold the MXFP4 group exponents that the weights
-    were loaded with (uint8, one for each 32 input columns), or None; saving reuses them.
+    w13 [E, 2F, L] (gate rows, then up rows), w2 [E, L, F]. The scale buffers hold the MXFP4 group exponents that the
+    weights were loaded with (uint8, one for each 32 input columns), or None; saving reuses them.
     """
 
     w13_scale: Tensor | None

@@ -1,4 +1,4 @@
-"""Publishing a directory whole: it is written beside its place and swapped in, so that a save that dies leaves the old one."""
+"""Publishing a directory whole: written beside its place and swapped in, so that a failed save leaves the old one."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _AT_FDCWD = -100
 
 @contextmanager
 def publishing(path: Path) -> Iterator[Path]:
-    """Gives an empty directory to fill; on success it becomes `path`, on any error it is removed and `path` is as it was.
+    """Gives an empty directory to fill; on success it becomes `path`, on any error it goes and `path` is as it was.
 
-    A directory that stands at `path` already is replaced in one step (Linux: an atomic exchange; elsewhere two renames).
+    A directory that stands at `path` already is replaced in one step (Linux: an atomic exchange; else two renames).
     """
     path = path.absolute()
     if path.exists() and not path.is_dir():

@@ -1,7 +1,7 @@
 """Safetensors shards of a checkpoint directory: what they hold (headers only), and their tensors one at a time.
 
-A file is eight bytes of header length, a JSON header {name: {dtype, shape, data_offsets}}, then the data. Headers are read and held
-against the file's size first, so that a truncated shard is found before anything is loaded.
+A file is eight bytes of header length, a JSON header {name: {dtype, shape, data_offsets}}, then the data. Headers are
+read and held against the file's size first, so that a truncated shard is found before anything is loaded.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Stored:
 def read_headers(directory: Path) -> dict[str, Stored]:
     """name -> Stored for every tensor of a checkpoint directory.
 
-    Raises FileNotFoundError without an index or single file, CheckpointError for shards that are absent, truncated or damaged, and for an
-    index that disagrees with its shards.
+    Raises FileNotFoundError without an index or single file, CheckpointError for shards that are absent, truncated or
+    damaged, and for an index that disagrees with its shards.
     """
     if not directory.is_dir():
         raise FileNotFoundError(f"{directory}: no such checkpoint directory")
