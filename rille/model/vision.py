@@ -59,7 +59,8 @@ class Tower(nn.Module):
 
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         x_PD = linear(patches.flatten(1), self.patch_embed) + self._places(grids).to(patches.dtype)
-        turns_PK = rotations(grids, self.head_dim, patches.device)
+        wide = torch.promote_types(patches.dtype, torch.float32)
+        turns_PK = rotations(grids, self.head_dim).to(patches.device, wide.to_complex())
         for block in self.blocks:
             x_PD = block(x_PD, turns_PK, grids)
         return self._merged(rms_norm(x_PD, self.norm, EPS), grids)
@@ -98,7 +99,7 @@ def time_vectors(frames: int, width: int) -> Tensor:
     return torch.cat([angles.sin(), angles.cos()], dim=1)
 
 
-def rotations(grids: Sequence[Grid], head_dim: int, device: torch.device) -> Tensor:
+def rotations(grids: Sequence[Grid], head_dim: int) -> Tensor:
     """Unit complex numbers [P, K/2] by which pairs turn, theta_i = 10000^(-4 i / K); the same in each frame."""
     theta = 10000.0 ** (-torch.arange(0, head_dim, 4, dtype=torch.float64) / head_dim)
     angles = [torch.empty(0, head_dim // 2, dtype=torch.float64)]
@@ -107,14 +108,13 @@ def rotations(grids: Sequence[Grid], head_dim: int, device: torch.device) -> Ten
         both = torch.stack(torch.broadcast_tensors(column, row), dim=-1)
         angles.append(both.view(1, h * w, -1).expand(t, -1, -1).flatten(0, 1))
     angle = torch.cat(angles)
-    return torch.polar(torch.ones_like(angle), angle).to(device)
+    return torch.polar(torch.ones_like(angle), angle)
 
 
 def rotate(x_PHK: Tensor, turns_PK: Tensor) -> Tensor:
-    """Turn adjacent pairs of channels, in fp32 (float64 for float64)."""
-    wide = torch.promote_types(x_PHK.dtype, torch.float32)
-    pairs = torch.view_as_complex(x_PHK.to(wide).unflatten(-1, (-1, 2)).contiguous())
-    return torch.view_as_real(pairs * turns_PK[:, None].to(pairs.dtype)).flatten(-2).to(x_PHK.dtype)
+    """Turn adjacent pairs of channels, in the precision of the turns."""
+    pairs = torch.view_as_complex(x_PHK.to(turns_PK.dtype.to_real()).unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * turns_PK[:, None]).flatten(-2).to(x_PHK.dtype)
 
 
 class TowerBlock(nn.Module):

@@ -1,4 +1,4 @@
-"""Quantile Balancing: the report's worked example, convergence at K3's size, histogram against exact, pooling over shards."""
+"""Quantile Balancing: the report's worked example, convergence at K3's size, histogram against exact, pooling."""
 
 import pytest
 import torch

@@ -16,9 +16,8 @@ from rille.model.presets import PRESETS, preset
 from rille.ops import attn_res
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_parts_add_up_to_the_count(name):
-    c = preset(name)
+@pytest.mark.parametrize("c", [*PRESETS.values(), preset("k3").replace(mtp_layers=1)], ids=[*PRESETS, "k3 with MTP"])
+def test_parts_add_up_to_the_count(c):
     parts = plan.parts(c)
     assert sum(p.total for p in parts) == count_parameters(c).total
     assert sum(p.active for p in parts) == count_parameters(c).active
