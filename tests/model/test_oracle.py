@@ -22,7 +22,7 @@ def test_logits():
 
 
 def test_every_traced_tensor():
-    """Within 1e-4; where the official fp32 run is itself further than that from float64 (the sums after layer 10: 1.0e-4
+    """Within 1e-4; where the official fp32 run is itself further than that from float64 (sums after layer 10: 1.0e-4
     to 1.4e-4, for this random model amplifies rounding), within one and a half times its own rounding error."""
     ours, theirs = oracle.model().trace(oracle.tokens()), oracle.trace()
     exact = oracle.model(torch.float64).trace(oracle.tokens())
