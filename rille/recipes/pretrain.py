@@ -12,7 +12,7 @@ from rille.train.config import TrainConfig
 
 def tiny() -> TrainConfig:
     """1.3 M parameters, every mechanism on: minutes on a laptop CPU."""
-    return TrainConfig(model=preset("tiny"), out="runs/tiny", steps=300)
+    return TrainConfig(model=preset("tiny"), out="runs/tiny", steps=300, optim=OptimConfig(lr=8e-3))
 
 
 def nano() -> TrainConfig:

@@ -1,4 +1,4 @@
-"""Settings: what they refuse, how they are compared, and that the command line's flags are their fields and nothing else."""
+"""Settings: what they refuse, how they are compared, and that the flags are their fields and nothing else."""
 
 import re
 from dataclasses import fields, is_dataclass, replace
