@@ -32,16 +32,16 @@ SHARED_LIMIT = 227 * 1024  # bytes of shared memory one program may have on sm_9
 class Specimen:
     """One launch of one kernel.
 
-    signature: type of each runtime argument, such as "*bf16", "i32", "fp32". constexprs: value of each constant, None
-    for a pointer that is left out. divisible: arguments whose value (address for a pointer) is a multiple of 16; a
-    launch sees that by itself, a compilation without arguments does not, and without it loads are not vectorised.
-    max_spill_bytes: what a thread may keep outside registers; above 64 give the reason. want_wgmma: the products must
-    compile to warp-group instructions.
+    signature: type of each runtime argument, such as "*bf16", "i32", "fp32", or a tuple of them. constexprs: value of
+    each constant, None for a pointer that is left out. divisible: arguments whose value (address for a pointer) is a
+    multiple of 16; a launch sees that by itself, a compilation without arguments does not, and without it loads are not
+    vectorised. max_spill_bytes: what a thread may keep outside registers; above 64 give the reason. want_wgmma: the
+    products must compile to warp-group instructions.
     """
 
     name: str
     kernel: Any
-    signature: dict[str, str]
+    signature: dict[str, str | tuple[str, ...]]
     constexprs: dict[str, Any] = field(default_factory=dict)
     num_warps: int = 4
     num_stages: int = 3
@@ -111,8 +111,12 @@ def _source(specimen: Specimen) -> Any:
     if unknown:
         raise ValueError(f"specimen {specimen.name}: arguments {sorted(unknown)} are not both in the kernel and here")
     signature = {name: specimen.signature.get(name, "constexpr") for name in kernel.arg_names}
-    places = [(kernel.arg_names.index(name),) for name in specimen.divisible if name in specimen.signature]
-    attrs = {place: [["tt.divisibility", 16]] for place in places}
+    attrs: dict[tuple[int, ...], Any] = {}
+    for name in specimen.divisible:
+        if name in specimen.signature:
+            place, kind = kernel.arg_names.index(name), specimen.signature[name]
+            places = [(place,)] if isinstance(kind, str) else [(place, part) for part in range(len(kind))]
+            attrs |= {place: [["tt.divisibility", 16]] for place in places}
     if type(kernel).__name__ == "GluonJITFunction":
         from triton.experimental.gluon._runtime import GluonASTSource
 

@@ -1,0 +1,161 @@
+"""Launches of the kernels of one site, registered with torch so that compiled models see one op.
+
+`mix` is differentiable in the sources, the update, query, gain and the norm's gain. Saved for the backward pass: the
+sources, which the model holds anyway, and two numbers a token and source.
+
+Suffixes: N tokens, D width, C columns of stats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import knobs
+
+from rille.ops.attn_res import mix_kernels
+
+# Most sources of one site, for each number of them is a kernel of its own; widest row that fits one program.
+MOST_SOURCES, WIDEST = 16, 8192
+# Registers of a thread that sources may fill: forward, while a group is summed and the next one arrives; backward.
+FORWARD_REGISTERS, BACKWARD_REGISTERS = 64, 32
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How programs cover rows. Forward: STEP rows one after another, sources in groups of GROUP. Backward: a fixed
+    number of programs for each processor, HELD sources in registers. VEC elements of BLOCK make one load."""
+
+    BLOCK: int
+    VEC: int
+    STEP: int
+    GROUP: int
+    forward_warps: int
+    HELD: int
+    backward_warps: int
+    programs: int
+
+
+@cache
+def plan(R: int, D: int, itemsize: int) -> Plan:
+    """Sizes found by compiling for sm_90: 16 elements a thread forward and 8 backward need 128 registers or fewer. A
+    row of 8192 would need 32 warps backward; 8 warps with all the registers do better."""
+    VEC = 16 // itemsize
+    BLOCK = max(32 * VEC, 1 << (D - 1).bit_length())
+    forward_warps = min(16, max(1, BLOCK // 512))
+    registers = registers_of_a_source(BLOCK, forward_warps, itemsize)
+    if R * registers <= FORWARD_REGISTERS:
+        GROUP = R
+    else:
+        most = max(1, FORWARD_REGISTERS // (2 * registers))
+        GROUP = -(-R // -(-R // most))  # groups of nearly one size
+    backward_warps = 8 if BLOCK > 4096 else max(1, BLOCK // 256)
+    HELD = min(R, BACKWARD_REGISTERS // registers_of_a_source(BLOCK, backward_warps, itemsize))
+    programs = 1 if BLOCK > 4096 else 16 // backward_warps
+    return Plan(BLOCK, VEC, max(1, 4096 // BLOCK), GROUP, forward_warps, HELD, backward_warps, programs)
+
+
+def registers_of_a_source(BLOCK: int, warps: int, itemsize: int) -> int:
+    return max(1, BLOCK * itemsize // (4 * 32 * warps))
+
+
+def interpreting() -> bool:
+    return bool(knobs.runtime.interpret)
+
+
+@cache
+def processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+@torch.library.custom_op("rille::attn_res_mix", mutates_args=())
+def mix(
+    sources: Sequence[Tensor], update: Tensor | None, query: Tensor, gain: Tensor, norm_gain: Tensor | None, eps: float,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The mixture [N, D], after the norm where norm_gain is given; the last source + update (empty without); what the
+    backward pass needs of each token, fp32 [N, C] (empty without save). All contiguous."""
+    (N, D), R = sources[0].shape, len(sources)
+    out = torch.empty_like(sources[0])
+    running = torch.empty_like(out) if update is not None else out.new_empty(0)
+    stats = torch.empty((N, columns(R, norm_gain)) if save else 0, dtype=torch.float32, device=out.device)
+    if N:
+        p = plan(R, D, out.element_size())
+        launch: Any = mix_kernels.mix_forward[(-(-N // p.STEP),)]
+        launch(
+            tuple(sources), update, query, gain, norm_gain, out, running, stats, N, eps, D=D, BLOCK=p.BLOCK,
+            STEP=p.STEP, GROUP=p.GROUP, LANES=32 * p.forward_warps, VEC=p.VEC, UPDATE=update is not None,
+            NORM=norm_gain is not None, STATS=save, num_warps=p.forward_warps,
+        )  # fmt: skip
+    return out, running, stats
+
+
+@mix.register_fake
+def _(sources, update, query, gain, norm_gain, eps, save):
+    first = sources[0]
+    running = torch.empty_like(first) if update is not None else first.new_empty(0)
+    shape = (first.shape[0], columns(len(sources), norm_gain)) if save else (0,)
+    return torch.empty_like(first), running, first.new_empty(shape, dtype=torch.float32)
+
+
+def columns(R: int, norm_gain: Tensor | None) -> int:
+    return 2 * R + (norm_gain is not None)
+
+
+@torch.library.custom_op("rille::attn_res_mix_backward", mutates_args=())
+def mix_backward(
+    d_out: Tensor, d_running: Tensor | None, sources: Sequence[Tensor], query: Tensor, gain: Tensor,
+    norm_gain: Tensor | None, stats: Tensor,
+) -> tuple[list[Tensor], Tensor]:  # fmt: skip
+    """The gradients of the sources, the last with d_running added, and fp32 [2 or 1, D]: those of query * gain and of
+    the norm's gain."""
+    (N, D), R = sources[0].shape, len(sources)
+    p, normed = plan(R, D, d_out.element_size()), norm_gain is not None
+    programs = min(N, p.programs * processors(d_out.device))
+    grads = [torch.empty_like(source) for source in sources]
+    partial = torch.empty(programs, 1 + normed, D, dtype=torch.float32, device=d_out.device)
+    if N:
+        launch: Any = mix_kernels.mix_backward[(programs,)]
+        launch(
+            tuple(sources), tuple(grads), d_out, d_running, query, gain, norm_gain, stats, partial, N, D=D,
+            BLOCK=p.BLOCK, HELD=p.HELD, LANES=32 * p.backward_warps, VEC=p.VEC, NORM=normed,
+            RUNNING=d_running is not None, num_warps=p.backward_warps,
+        )  # fmt: skip
+    return grads, partial.sum(0)
+
+
+@mix_backward.register_fake
+def _(d_out, d_running, sources, query, gain, norm_gain, stats):
+    D = d_out.shape[1]
+    shape = (1 + (norm_gain is not None), D)
+    return [torch.empty_like(source) for source in sources], d_out.new_empty(shape, dtype=torch.float32)
+
+
+def save_for_backward(ctx, inputs, output) -> None:
+    sources, update, query, gain, norm_gain, *_ = inputs
+    _, running, stats = output
+    if update is not None:
+        sources = [*sources[:-1], running]
+    ctx.save_for_backward(query, gain, norm_gain, stats, *sources)
+    ctx.updates = update is not None
+    ctx.mark_non_differentiable(stats)
+    ctx.set_materialize_grads(False)
+
+
+def gradient(ctx, d_out, d_running, _):
+    query, gain, norm_gain, stats, *sources = ctx.saved_tensors
+    if stats.numel() == 0 and len(sources[0]):
+        raise RuntimeError("attn_res: the forward pass saved nothing for a backward pass")
+    d_out = torch.zeros_like(sources[0]) if d_out is None else d_out.contiguous()
+    d_running = d_running.contiguous() if ctx.updates and d_running is not None else None
+    grads, sums = mix_backward(d_out, d_running, sources, query, gain, norm_gain, stats)
+    d_query, d_gain = (sums[0] * gain).to(query.dtype), (sums[0] * query).to(gain.dtype)
+    d_norm = None if norm_gain is None else sums[1].to(norm_gain.dtype)
+    return grads, grads[-1] if ctx.updates else None, d_query, d_gain, d_norm, None, None
+
+
+mix.register_autograd(gradient, setup_context=save_for_backward)

@@ -1,0 +1,250 @@
+"""One site of Attention Residuals in Triton: mixture, running sum and the norm that follows in one pass each way.
+
+    p = p_old + y                                                   (UPDATE: the last source is made here)
+    r_j = rsqrt(mean(V_j^2) + eps)     t_j = <V_j, w>     a = softmax(t_j r_j)     h = sum_j a_j V_j      w = query gain
+    x = round(h r) norm_gain           r = rsqrt(mean(h^2) + eps)   (NORM: h itself is not written)
+
+Bound by bytes: forward reads each source once. A program has one row at a time and takes the sources in groups: the
+loads of the next group are under way while one is summed up, and one reduction across threads gives both sums of every
+source of a group. Groups meet by online softmax. A token leaves t, r (and r of the norm) behind in `stats`.
+
+Backward, for a gradient g of h:
+
+    ds_j = a_j (<g, V_j> - sum_i a_i <g, V_i>)
+    dV_j = a_j g + ds_j r_j w - ds_j t_j r_j^3 / D V_j              dw = sum over tokens and sources of ds_j r_j V_j
+
+dV_j needs all <g, V_j> first: HELD sources stay in registers meanwhile, the others are read again, from the cache.
+With NORM g is first led through the norm, which takes h, made again from the sources. dw is summed in registers over
+the rows of a program, one partial sum a program, added up in order by a second pass: the same bits every time.
+
+Suffixes: B block of D, a power of two. N tokens, D width, R sources, C columns of stats.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add2(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
+
+
+@triton.jit
+def add4(a0, a1, a2, a3, b0, b1, b2, b3):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
+
+
+@triton.jit
+def add8(a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5, a6 + b6, a7 + b7
+
+
+@triton.jit
+def totals(sums):
+    """The sum of each tensor of a tuple; powers of two of them share the way through shared memory."""
+    n: tl.constexpr = len(sums)
+    if n == 1:
+        out = (tl.sum(sums[0], 0),)
+    elif n == 2:
+        out = tl.reduce(sums, 0, add2)
+    elif n == 4:
+        out = tl.reduce(sums, 0, add4)
+    elif n == 8:
+        out = tl.reduce(sums, 0, add8)
+    elif n > 8:
+        out = totals(sums[:8]) + totals(sums[8:])
+    elif n > 4:
+        out = totals(sums[:4]) + totals(sums[4:])
+    else:
+        out = totals(sums[:2]) + totals(sums[2:])
+    return out
+
+
+@triton.jit
+def within(x_B, LANES: tl.constexpr, VEC: tl.constexpr):
+    """[LANES]: the sum of what each thread holds, VEC neighbours a load."""
+    repeats: tl.constexpr = x_B.shape[0] // (LANES * VEC)
+    return tl.sum(tl.sum(tl.reshape(x_B, [repeats, LANES, VEC]), 2), 0)
+
+
+@triton.jit
+def weights_of_score(query, gain, d_B, D: tl.constexpr):
+    q_B = tl.load(query + d_B, mask=d_B < D, other=0.0).to(tl.float32)
+    return q_B * tl.load(gain + d_B, mask=d_B < D, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_group(
+    sources, update, running, start, d_B, D: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr,
+    UPDATE: tl.constexpr,
+):  # fmt: skip
+    """Sources FIRST to FIRST + COUNT - 1 of a row. With UPDATE the last of all becomes p_old + y, which is stored."""
+    R: tl.constexpr = len(sources)
+    out = ()
+    for j in tl.static_range(FIRST, FIRST + COUNT):
+        if j < R:
+            v_B = tl.load(sources[j] + start + d_B, mask=d_B < D, other=0.0)
+            if UPDATE and j == R - 1:
+                y_B = tl.load(update + start + d_B, mask=d_B < D, other=0.0)
+                v_B = (v_B.to(tl.float32) + y_B.to(tl.float32)).to(running.dtype.element_ty)
+                tl.store(running + start + d_B, v_B, mask=d_B < D)
+            out = out + (v_B,)
+    return out
+
+
+@triton.jit
+def mix_forward(
+    sources, update, query, gain, norm_gain, out, running, stats, N, eps,
+    D: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr,
+    VEC: tl.constexpr, UPDATE: tl.constexpr, NORM: tl.constexpr, STATS: tl.constexpr,
+):  # fmt: skip
+    """Grid (N / STEP)."""
+    d_B = tl.arange(0, BLOCK)
+    first_row = tl.program_id(0).to(tl.int64) * STEP
+    for row in range(first_row, tl.minimum(first_row + STEP, N)):
+        start = row * D
+        h_B = mixture(
+            sources, update, query, gain, running, stats, row, start, d_B, eps, D, BLOCK, GROUP, LANES, VEC, UPDATE,
+            NORM, STATS,
+        )  # fmt: skip
+        dtype: tl.constexpr = out.dtype.element_ty
+        out_B = h_B.to(dtype)
+        if NORM:
+            wide_B = out_B.to(tl.float32)
+            r = tl.rsqrt(tl.sum(within(wide_B * wide_B, LANES, VEC), 0) / D + eps)
+            n_B = tl.load(norm_gain + d_B, mask=d_B < D, other=0.0).to(dtype).to(tl.float32)
+            # The norm rounds before its gain, and the product is rounded again.
+            out_B = ((wide_B * r).to(dtype).to(tl.float32) * n_B).to(dtype)
+            if STATS:
+                R: tl.constexpr = len(sources)
+                tl.store(stats + row * (2 * R + 1) + 2 * R, r)
+        tl.store(out + start + d_B, out_B, mask=d_B < D)
+
+
+@triton.jit
+def mixture(
+    sources, update, query, gain, running, stats, row, start, d_B, eps,
+    D: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
+    UPDATE: tl.constexpr, NORM: tl.constexpr, STATS: tl.constexpr,
+):  # fmt: skip
+    """h of one row, fp32."""
+    R: tl.constexpr = len(sources)
+    of_row = stats + row * (2 * R + NORM)
+    group = load_group(sources, update, running, start, d_B, D, 0, GROUP, UPDATE)
+    w_B = weights_of_score(query, gain, d_B, D)
+    top, total = float("-inf"), 0.0
+    h_B = tl.zeros([BLOCK], tl.float32)
+    for first in tl.static_range(0, R, GROUP):
+        following = load_group(sources, update, running, start, d_B, D, first + GROUP, GROUP, UPDATE)
+        sums = ()
+        for j in tl.static_range(len(group)):
+            v_B = group[j].to(tl.float32)
+            sums = sums + (within(v_B * v_B, LANES, VEC), within(v_B * w_B, LANES, VEC))
+        sums = totals(sums)
+        scores, highest = (), top
+        for j in tl.static_range(len(group)):
+            r = tl.rsqrt(sums[2 * j] / D + eps)
+            scores = scores + (sums[2 * j + 1] * r,)
+            highest = tl.maximum(highest, scores[j])
+            if STATS:
+                tl.store(of_row + (first + j), sums[2 * j + 1])
+                tl.store(of_row + (R + first + j), r)
+        if first > 0:
+            kept = tl.exp(top - highest)
+            total *= kept
+            h_B *= kept
+        for j in tl.static_range(len(group)):
+            e = tl.exp(scores[j] - highest)
+            total += e
+            h_B += e * group[j].to(tl.float32)
+        top, group = highest, following
+    return h_B / total
+
+
+@triton.jit
+def softmax_of(of_row, R: tl.constexpr):
+    """t, r and a of every source from a row's stats."""
+    t, r, top = (), (), float("-inf")
+    for j in tl.static_range(R):
+        t = t + (tl.load(of_row + j),)
+        r = r + (tl.load(of_row + (R + j)),)
+        top = tl.maximum(top, t[j] * r[j])
+    e, total = (), 0.0
+    for j in tl.static_range(R):
+        e = e + (tl.exp(t[j] * r[j] - top),)
+        total += e[j]
+    a = ()
+    for j in tl.static_range(R):
+        a = a + (e[j] / total,)
+    return t, r, a
+
+
+@triton.jit
+def again(held, sources, start, d_B, D: tl.constexpr, j: tl.constexpr):
+    """Source j of a row, from registers where it is held, else from memory."""
+    if j < len(held):
+        v_B = held[j].to(tl.float32)
+    else:
+        v_B = tl.load(sources[j] + start + d_B, mask=d_B < D, other=0.0).to(tl.float32)
+    return v_B
+
+
+@triton.jit
+def through_norm(
+    g_B, h_B, r, norm_gain_B, D: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, DTYPE: tl.constexpr
+):
+    """Gradient of h, and what this row adds to the gradient of the norm's gain."""
+    normed_B = h_B.to(DTYPE).to(tl.float32) * r
+    dgain_B = g_B * normed_B.to(DTYPE).to(tl.float32)
+    g_B = g_B * norm_gain_B
+    along = tl.sum(within(g_B * normed_B, LANES, VEC), 0) / D
+    return r * (g_B - along * normed_B), dgain_B
+
+
+@triton.jit
+def mix_backward(
+    sources, grads, d_out, d_running, query, gain, norm_gain, stats, partial, N,
+    D: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
+    NORM: tl.constexpr, RUNNING: tl.constexpr,
+):  # fmt: skip
+    """Grid (P), each program a share of the rows. partial [P, 1 + NORM, D]: dw, the gradient of the norm's gain."""
+    R: tl.constexpr = len(sources)
+    DTYPE: tl.constexpr = d_out.dtype.element_ty
+    d_B = tl.arange(0, BLOCK)
+    dw_B = tl.zeros([BLOCK], tl.float32)
+    if NORM:
+        dgain_B = tl.zeros([BLOCK], tl.float32)
+    for row in range(tl.program_id(0).to(tl.int64), N, tl.num_programs(0)):
+        start = row * D
+        of_row = stats + row * (2 * R + NORM)
+        g_B = tl.load(d_out + start + d_B, mask=d_B < D, other=0.0).to(tl.float32)
+        held = load_group(sources, d_out, d_out, start, d_B, D, 0, HELD, False)
+        t, r, a = softmax_of(of_row, R)
+        if NORM:
+            h_B = tl.zeros([BLOCK], tl.float32)
+            for j in tl.static_range(R):
+                h_B += a[j] * again(held, sources, start, d_B, D, j)
+            n_B = tl.load(norm_gain + d_B, mask=d_B < D, other=0.0).to(DTYPE).to(tl.float32)
+            g_B, added_B = through_norm(g_B, h_B, tl.load(of_row + 2 * R), n_B, D, LANES, VEC, DTYPE)
+            dgain_B += added_B
+        sums = ()
+        for j in tl.static_range(R):
+            sums = sums + (within(g_B * again(held, sources, start, d_B, D, j), LANES, VEC),)
+        da = totals(sums)
+        mean = da[0] * a[0]
+        for j in tl.static_range(1, R):
+            mean += da[j] * a[j]
+        w_B = weights_of_score(query, gain, d_B, D)
+        for j in tl.static_range(R):
+            v_B = again(held, sources, start, d_B, D, j)
+            along_w = a[j] * (da[j] - mean) * r[j]
+            along_v = -along_w * t[j] * r[j] * r[j] / D
+            dw_B += along_w * v_B
+            dv_B = a[j] * g_B + along_w * w_B + along_v * v_B
+            if RUNNING and j == R - 1:
+                dv_B += tl.load(d_running + start + d_B, mask=d_B < D, other=0.0).to(tl.float32)
+            tl.store(grads[j] + start + d_B, dv_B.to(DTYPE), mask=d_B < D)
+    partial_B = partial + tl.program_id(0).to(tl.int64) * ((1 + NORM) * D) + d_B
+    tl.store(partial_B, dw_B, mask=d_B < D)
+    if NORM:
+        tl.store(partial_B + D, dgain_B, mask=d_B < D)

@@ -1,0 +1,166 @@
+"""The kernels of one site of Attention Residuals against the definition: values, gradients, refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from rille.ops.attn_res import attn_res, attn_res_site, choose_backend
+
+mix = pytest.importorskip("rille.ops.attn_res.mix", exc_type=ImportError)
+
+EPS = 1e-5
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SIZES = [(1, 3, 5), (2, 1, 64), (3, 7, 24), (9, 5, 40), (5, 19, 16), (16, 2, 33)]  # R sources, N tokens, D width
+# Registers for sources, forward and backward: groups of one source and nothing held; groups of several, some held.
+TIGHT = [(2, 0), (4, 1), (8, 4)]
+
+
+def draw(R: int, N: int, D: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor | list[Tensor]]:
+    """Sources of very different size, an update of the last, query, gain and the gain of a norm."""
+    g = torch.Generator().manual_seed(R)
+    sources = [(torch.randn(N, D, generator=g) * 2.0**j).to(DEVICE, dtype) for j in range(R)]
+    update, query, gain, norm_gain = (
+        torch.randn(shape, generator=g).to(DEVICE, dtype) for shape in ((N, D), (D,), (D,), (D,))
+    )
+    return {"sources": sources, "update": update, "query": query, "gain": gain, "norm_gain": norm_gain}
+
+
+def run(inputs: dict, backend: str, site: bool, with_update: bool) -> list[Tensor]:
+    """Outputs and all gradients, in float64 for the reference."""
+    wide = torch.float64 if backend == "reference" else None
+    sources = [x.detach().to(wide or x.dtype).requires_grad_() for x in inputs["sources"]]
+    update, query, gain, norm_gain = (
+        inputs[name].detach().to(wide or inputs[name].dtype).requires_grad_()
+        for name in ("update", "query", "gain", "norm_gain")
+    )
+    leaves = [*sources, query, gain]
+    if site:
+        given = update if with_update else None
+        outputs = list(attn_res_site(sources, given, query, gain, norm_gain, EPS, backend=backend))
+        leaves += [norm_gain, *([update] if with_update else [])]
+    else:
+        outputs = [attn_res(sources, query, gain, EPS, backend=backend)]
+    waves = [
+        torch.arange(out.numel(), device=out.device, dtype=torch.float64).add(k).sin() for k, out in enumerate(outputs)
+    ]
+    loss = sum((out * wave.view_as(out).to(out.dtype)).sum() for out, wave in zip(outputs, waves, strict=True))
+    return [*outputs, *torch.autograd.grad(loss, leaves)]
+
+
+def compare(got: list[Tensor], want: list[Tensor], limit: float) -> None:
+    for a, b in zip(got, want, strict=True):
+        assert a.isfinite().all()
+        assert (a.double() - b).abs().max() <= limit * b.abs().max().clamp_min(1e-30)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("form", ["mix", "site", "site_update"])
+def test_equals_the_reference(size: tuple[int, int, int], form: str) -> None:
+    inputs = draw(*size)
+    got, want = (run(inputs, name, form != "mix", form == "site_update") for name in ("triton", "reference"))
+    compare(got, want, 3e-5)
+
+
+@pytest.mark.parametrize("registers", TIGHT)
+@pytest.mark.parametrize("form", ["mix", "site_update"])
+def test_groups_and_sources_read_again(monkeypatch: pytest.MonkeyPatch, registers: tuple[int, int], form: str) -> None:
+    monkeypatch.setattr(mix, "FORWARD_REGISTERS", registers[0] * 4)
+    monkeypatch.setattr(mix, "BACKWARD_REGISTERS", registers[1] * 4)
+    mix.plan.cache_clear()
+    inputs = draw(9, 3, 40)
+    got, want = (run(inputs, name, form != "mix", form == "site_update") for name in ("triton", "reference"))
+    mix.plan.cache_clear()
+    compare(got, want, 3e-5)
+
+
+def test_bfloat16_is_computed_in_fp32() -> None:
+    """One rounding of the mixture; the interpreter truncates where the card rounds to nearest: an ulp."""
+    inputs = draw(4, 9, 72, torch.bfloat16)
+    got, want = (run(inputs, name, False, False) for name in ("triton", "reference"))
+    assert got[0].dtype == torch.bfloat16 and all(x.dtype == torch.bfloat16 for x in got)
+    compare(got, want, 2**-7)
+
+
+def test_plan_covers_every_source() -> None:
+    for R in range(1, mix.MOST_SOURCES + 1):
+        for D in (1, 64, 512, 768, 2048, 4096, 7168, 8192):
+            for itemsize in (2, 4):
+                p = mix.plan(R, D, itemsize)
+                assert 1 <= p.GROUP <= R and 0 <= p.HELD <= R and p.BLOCK >= D and p.programs >= 1
+                for warps in (p.forward_warps, p.backward_warps):
+                    assert p.BLOCK % (32 * warps * p.VEC) == 0
+
+
+def test_zero_query_is_the_average_and_has_a_gradient() -> None:
+    inputs = draw(4, 6, 24)
+    inputs["query"].zero_()
+    got, want = (run(inputs, name, False, False) for name in ("triton", "reference"))
+    compare(got, want, 3e-5)
+    assert got[5].abs().max() > 0
+
+
+def test_nan_stays_in_its_token() -> None:
+    inputs, outputs = draw(3, 6, 24), []
+    for poison in (0.0, torch.nan):
+        inputs["sources"][1][4] += poison
+        outputs.append(run(inputs, "triton", True, True))
+    keep = [0, 1, 2, 3, 5]
+    for clean, sick in zip(outputs[0], outputs[1], strict=True):
+        if clean.shape[0] == 6:
+            assert torch.equal(clean[keep], sick[keep])
+
+
+def test_a_single_source_is_returned_as_it_is() -> None:
+    inputs = draw(1, 5, 40)
+    assert torch.equal(
+        attn_res(inputs["sources"], inputs["query"], inputs["gain"], EPS, backend="triton"), inputs["sources"][0]
+    )
+
+
+def test_no_tokens_and_no_gradient() -> None:
+    inputs = draw(2, 0, 8)
+    for tensor in run(inputs, "triton", True, True)[-4:]:
+        assert not tensor.any()
+    inputs = draw(3, 4, 8)
+    with torch.no_grad():
+        out = attn_res(inputs["sources"], inputs["query"], inputs["gain"], EPS, backend="triton")
+    compare([out], [run(inputs, "reference", False, False)[0]], 1e-5)
+
+
+def test_a_source_without_gradient_gets_none() -> None:
+    inputs = draw(3, 6, 8)
+    inputs["sources"][0].requires_grad_()
+    out = attn_res(inputs["sources"], inputs["query"], inputs["gain"], EPS, backend="triton")
+    out.sum().backward()
+    assert inputs["sources"][0].grad is not None and inputs["sources"][1].grad is None
+
+
+def test_rows_that_lie_apart() -> None:
+    inputs = draw(3, 6, 8)
+    apart = [torch.stack([source, source], 1)[:, 1] for source in inputs["sources"]]
+    rest = (inputs["query"], inputs["gain"], EPS)
+    assert torch.equal(attn_res(apart, *rest, backend="triton"), attn_res(inputs["sources"], *rest, backend="triton"))
+
+
+def test_the_op_is_registered_whole() -> None:
+    inputs = draw(2, 3, 8)
+    sources = [source.requires_grad_() for source in inputs["sources"]]
+    arguments = (sources, inputs["update"], inputs["query"], inputs["gain"], inputs["norm_gain"], EPS, True)
+    torch.library.opcheck(mix.mix, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_choice_and_refusal() -> None:
+    inputs = draw(2, 3, 8)
+    rest = (inputs["query"], inputs["gain"], EPS)
+    name, reason = choose_backend(inputs["sources"])
+    assert reason and name == ("triton" if DEVICE == "cuda" else "one_phase")
+    with pytest.raises(ValueError, match="unknown backend"):
+        attn_res(inputs["sources"], *rest, backend="fast")
+    with pytest.raises(ValueError, match="float64"):
+        attn_res([source.double() for source in inputs["sources"]], *rest, backend="triton")
+    with pytest.raises(ValueError, match="at most 16 sources, here are 17"):
+        attn_res([inputs["sources"][0]] * 17, *rest, backend="triton")
+    with pytest.raises(ValueError, match="update"):
+        attn_res_site(inputs["sources"], torch.ones(2, 8), *rest[:2], inputs["gain"], EPS)
