@@ -259,10 +259,13 @@ def model_config(name: str) -> K3Config:
 
 
 def parse(kind: type, arguments: Arguments, verb: str):
-    """The arguments of one verb as its dataclass; without any, its help."""
+    """The arguments of one verb as its dataclass; without any, its help and exit code 2."""
     import tyro
 
-    return tyro.cli(kind, args=arguments or ["--help"], prog=f"rille {verb}")
+    try:
+        return tyro.cli(kind, args=arguments or ["--help"], prog=f"rille {verb}")
+    except SystemExit as end:
+        raise SystemExit(end.code if arguments else 2) from None
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from rille import cli, load_model
+from rille.model.presets import PRESETS
 from rille.train.metrics import read_metrics
 from tests.train.small import write_text
 
@@ -61,6 +62,18 @@ def test_every_verb_explains_itself(verb, capsys):
     assert f"usage: rille {verb}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_a_verb_alone_explains_itself_too(verb, capsys):
+    assert rille(verb) == 2
+    assert f"usage: rille {verb}" in capsys.readouterr().out
+
+
+def test_plan_names_every_preset(capsys):
+    rille("plan", "--help")
+    words = re.sub(r"[\s│|]+", " ", capsys.readouterr().out)
+    assert all(re.search(rf"[(,] ?{name}[,)]", words) for name in PRESETS)
+
+
 def test_version(capsys):
     assert rille("--version") == 0
     assert re.fullmatch(r"rille \d+\.\d+\.\d+\n", capsys.readouterr().out)
@@ -99,7 +112,7 @@ sys.exit("torch" in sys.modules)
         ("train tiny --data EMPTY --out OUT", "is empty; give a UTF-8 text file"),
         ("train tiny --data BINARY --out OUT", "is not text (a zero byte at offset 2)"),
         ("train tiny --resume --out OUT", "holds no run to resume"),
-        ("train tiny --out EMPTY", "File exists"),
+        ("train tiny --out EMPTY", "EMPTY is a file; name a directory for the run"),
         ("generate absent --prompt x", "absent does not exist; give a checkpoint directory"),
         ("generate FOLDER --prompt x", "holds no checkpoint"),
         ("generate RUN", "--prompt"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from rille.data.config import DataConfig
@@ -68,8 +69,14 @@ class TrainConfig:
 
 
 def settings(config: TrainConfig) -> dict[str, Any]:
-    """The config as JSON can hold it, one dotted name a value: {"steps": 200, "optim.lr": 0.002, ...}."""
-    return json.loads(json.dumps(dict(_flat(asdict(config), ""))))
+    """The config as JSON can hold it, one dotted name a value: {"steps": 200, "optim.lr": 0.002, ...}.
+
+    The text's path stands there in full, so that it means the same from any directory.
+    """
+    flat = dict(_flat(asdict(config), ""))
+    if config.data.path is not None:
+        flat["data.path"] = str(Path(config.data.path).resolve())
+    return json.loads(json.dumps(flat))
 
 
 def _flat(values: dict[str, Any], prefix: str) -> list[tuple[str, Any]]:
@@ -83,12 +90,8 @@ def _flat(values: dict[str, Any], prefix: str) -> list[tuple[str, Any]]:
 
 
 def check_resumable(saved: dict[str, Any], now: dict[str, Any], place: str) -> None:
-    """Raise ValueError that lists the settings in which a run differs from its checkpoint.
-
-    The paths of run and text are free (a run may be moved; the corpus checks its own text).
-    """
-    free = {*FREE_ON_RESUME, "data.path"}
-    names = [name for name in {**saved, **now} if name not in free and saved.get(name) != now.get(name)]
+    """Raise ValueError that lists the settings in which a run differs from its checkpoint, but for FREE_ON_RESUME."""
+    names = [name for name in {**saved, **now} if name not in FREE_ON_RESUME and saved.get(name) != now.get(name)]
     if names:
         listed = "; ".join(f"{name} {saved.get(name)}, now {now.get(name)}" for name in names[:8])
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""

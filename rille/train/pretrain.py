@@ -64,6 +64,8 @@ def claim_directory(config: TrainConfig, out: Path) -> Path | None:
     Raises ValueError for a directory that holds a run without `resume`, for `resume` where there is none, and for a run
     with other settings, before any work is done.
     """
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file; name a directory for the run")
     holds_run = (out / SETTINGS).exists()
     if not config.resume:
         if holds_run:

@@ -104,6 +104,15 @@ def test_directories_that_are_refused(tmp_path):
         pretrain(replace(config, resume=True, steps=1))
 
 
+def test_other_text_is_refused(tmp_path, monkeypatch):
+    config = small_config(tmp_path, steps=1)
+    pretrain(config)
+    with pytest.raises(ValueError, match=r"other settings: data\.path .*text, now None\. Resume with the same"):
+        pretrain(replace(config, resume=True, data=replace(config.data, path=None)))
+    monkeypatch.chdir(tmp_path)  # another spelling of the same path is no other text
+    pretrain(replace(config, resume=True, data=replace(config.data, path="text")))
+
+
 def test_bad_text_leaves_no_directory(tmp_path):
     config = small_config(tmp_path)
     with pytest.raises(ValueError, match="does not exist"):
