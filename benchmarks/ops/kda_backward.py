@@ -123,6 +123,15 @@ def distance(got: Tensor, expected: Tensor) -> float:
     return ((got.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)).item()
 
 
+def with_slices(channels: int, call: Callable[[], Any]) -> Any:
+    """A call whose last kernel works on slices of so many channels."""
+    chosen, kernels.LOCAL_SLICE = kernels.LOCAL_SLICE, channels
+    try:
+        return call()
+    finally:
+        kernels.LOCAL_SLICE = chosen
+
+
 def check_gradients(with_fla: bool) -> tuple[list[dict[str, Any]], list[str]]:
     """Errors against float64. Ours must be below 1 % or 1.2 times fla's; without fla below 2 %."""
     rows, failures = [], []
@@ -131,7 +140,8 @@ def check_gradients(with_fla: bool) -> tuple[list[dict[str, Any]], list[str]]:
         exact, ours = case.ours("chunk", torch.float64), case.ours()
         theirs = case.fla() if with_fla else exact
         print(f"  {work.name:<14}", end="")
-        for name, want, got, other in zip(NAMES, exact, ours, theirs, strict=True):
+        sliced = with_slices(128, case.ours)
+        for name, want, got, other, wide in zip(NAMES, exact, ours, theirs, sliced, strict=True):
             row = {"case": work.name, "gradient": name, "ours": distance(got, want)}
             row |= {"fla": distance(other, want)} if with_fla else {}
             limit = max(1e-2, 1.2 * row["fla"]) if with_fla else 2e-2
@@ -139,6 +149,8 @@ def check_gradients(with_fla: bool) -> tuple[list[dict[str, Any]], list[str]]:
                 failures.append(f"gate: {work.name}: {name} is off by {row['ours']:.2e}, at most {limit:.2e}")
             print(f" {name} {row['ours']:.1e}|{row.get('fla', 0):.1e}", end="")
             rows.append(row)
+            if not distance(wide, want) <= 2 * limit:
+                failures.append(f"gate: {work.name}: {name} is off by {distance(wide, want):.2e} in slices of 128")
         again = case.ours()
         if not all(torch.equal(x, y) for x, y in zip(ours, again, strict=True)):
             failures.append(f"gate: {work.name}: two runs differ")
@@ -187,11 +199,7 @@ def measure_stages(case: Case) -> dict[str, float]:
         times["prepare"] = median_ms(lambda: kernels.prepare(inputs))
         times |= measure_blocks("states", lambda: kernels.states(inputs, prepared, made.t_MHCC))
         times |= measure_blocks("reverse", lambda: kernels.reverse(inputs, prepared, *back))
-        chosen = kernels.LOCAL_SLICE
-        times["local"] = median_ms(lambda: kernels.local(inputs, *last))
-        kernels.LOCAL_SLICE = 128
-        times["local128"] = median_ms(lambda: kernels.local(inputs, *last), rep=30)
-        kernels.LOCAL_SLICE = chosen
+        times |= measure_slices(lambda: kernels.local(inputs, *last))
     return times
 
 
@@ -208,6 +216,17 @@ def measure_blocks(stage: str, call: Callable[[], Any]) -> dict[str, float]:
         except triton.OutOfResources:
             times[f"{stage[:3]} {name}"] = float("nan")
     kernels.value_block = chosen
+    return times
+
+
+def measure_slices(call: Callable[[], Any]) -> dict[str, float]:
+    """The last kernel as chosen, and for slices of 64 or 128 channels, with and without early requests."""
+    chosen, times = (kernels.LOCAL_SLICE, kernels.LOCAL_FETCH), {"local": median_ms(call)}
+    for size in (64, 128):
+        for fetch in (False, True):
+            kernels.LOCAL_SLICE, kernels.LOCAL_FETCH = size, fetch
+            times[f"local {size}{' fetch' if fetch else ''}"] = median_ms(call, rep=30)
+    kernels.LOCAL_SLICE, kernels.LOCAL_FETCH = chosen
     return times
 
 

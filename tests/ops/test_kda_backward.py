@@ -15,7 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from rille.ops.kda import Gate, PooledState, chunk_backward, kda
+from rille.ops.kda import Gate, PooledState, backward, chunk_backward, kda
 from rille.ops.kda.backward import Inputs
 from rille.ops.kda.forward import INTERPRET, forward
 from rille.ops.kda.function import kda_backward
@@ -104,7 +104,9 @@ def test_packed_sequences(bound: float) -> None:
 
 
 @pytest.mark.parametrize(("K", "V"), [(128, 128), (64, 256), (128, 64)])
-def test_widths(K: int, V: int) -> None:
+@pytest.mark.parametrize("channels", [64, 128])
+def test_widths(K: int, V: int, channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward, "LOCAL_SLICE", channels)
     assert_gradients(draw((70, 3), H=1, K=K, V=V))
 
 

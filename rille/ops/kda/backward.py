@@ -28,6 +28,7 @@ from rille.ops.kda.chunk import CHUNK
 from rille.ops.kda.forward import anchors, multiprocessors, operand_type, packed_heads, types
 
 LOCAL_SLICE = 64  # key channels that the last kernel works on at a time; 16 for each warp
+LOCAL_FETCH = True  # ask for later tiles at the start
 
 
 class Prepared(NamedTuple):
@@ -110,9 +111,10 @@ def prepare(inputs: Inputs) -> Prepared:
     prepared = Prepared(*rows, *numbers)
     launch: Any = prepare_kernel[(M * H,)]
     launch(
-        q_NHK, k_NHK, z_NHK, inputs.A_log, inputs.dt_bias_HK, inputs.spans_M2, anchors(q_NHK.device, dtype), *prepared,
+        q_NHK, k_NHK, z_NHK, inputs.A_log, inputs.dt_bias_HK, inputs.spans_M2, ones_of_half(q_NHK.device, dtype),
+        *prepared,
         q_NHK.stride(0), k_NHK.stride(0), z_NHK.stride(0), inputs.lower_bound, K**-0.5,
-        H=H, K=K, **types(dtype), num_warps=8,
+        H=H, K=K, **types(dtype), num_warps=K // 16,
     )  # fmt: skip
     return prepared
 
@@ -180,7 +182,7 @@ def local(
         ones_of_half(q_NHK.device, dtype), u_MHCV, states_MHVK, dstates_MHVK, totals_MH4K, norms_MH2C,
         dq_NHK, dk_NHK, dz_NHK, db_NH, dbias_MHK, drate_MHK, torch.empty_like(norms_MH2C),
         *(x.stride(0) for x in (q_NHK, k_NHK, z_NHK, v_NHV, o_NHV, do_NHV, b_NH)), inputs.lower_bound, K**-0.5,
-        H=H, K=K, V=V, KS=KS, BV=min(V, 128), **types(dtype), num_warps=KS // 16,
+        H=H, K=K, V=V, KS=KS, BV=min(V, 128), FETCH=LOCAL_FETCH, **types(dtype), num_warps=KS // 16,
     )  # fmt: skip
     dA_log = torch.zeros_like(A_log, dtype=torch.float32)
     dA_log[:H] = drate_MHK.sum((0, 2))

@@ -25,6 +25,8 @@ import triton.language as tl
 
 from rille.ops.kda.intra import LOG2E, exp2, inverse_root, leading_bits, operand, reciprocal
 
+NO_TOKEN: tl.constexpr = tl.constexpr(-1e30)  # a decay logit that decays nothing, whatever is added to it
+
 
 @triton.jit
 def bounded_decay(x, rate, lower_bound, INTERPRET: tl.constexpr):
@@ -33,21 +35,23 @@ def bounded_decay(x, rate, lower_bound, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def ones_times(ones, x, OPERAND: tl.constexpr, INTERPRET: tl.constexpr):
-    """ones @ x, where ones has entries 0, 1 and -1, with 16 bits of x."""
+def times_ones(x, ones, OPERAND: tl.constexpr, INTERPRET: tl.constexpr):
+    """x @ ones, where ones has entries 0, 1 and -1, with 16 bits of x."""
     if x.dtype == OPERAND:
-        return tl.dot(ones.to(tl.float32), x)
+        return tl.dot(x, ones.to(tl.float32))
     ones = operand(ones, OPERAND, INTERPRET)
     high = leading_bits(x)
-    y = tl.dot(ones, operand(x - high, OPERAND, INTERPRET))
-    return tl.dot(ones, operand(high, OPERAND, INTERPRET), y)
+    y = tl.dot(operand(x - high, OPERAND, INTERPRET), ones)
+    return tl.dot(operand(high, OPERAND, INTERPRET), ones, y)
 
 
 @triton.jit
-def tile_total(g, TILE: tl.constexpr):
-    """Sum of g [C, K] over the rows of one tile of 16."""
-    row = tl.arange(0, 64)[:, None]
-    return tl.sum(tl.where(row // 16 == TILE, g, 0.0), 0)
+def transposed(x, identity, INTERPRET: tl.constexpr):
+    """x^T in fp32, in the layout of a product's result. A product with the identity is exact in bf16 and costs no
+    instruction an element."""
+    if x.dtype == tl.bfloat16 and not INTERPRET:
+        return tl.dot(tl.trans(x), identity)
+    return tl.trans(x.to(tl.float32))
 
 
 @triton.jit
@@ -58,7 +62,7 @@ def prepare_kernel(
     A_log_ptr,  # fp32 [H]
     dt_bias_ptr,  # fp32 [H, K]
     spans_ptr,  # int32 [M, 2]: first token and number of tokens of each chunk
-    anchors_ptr,  # [C, C]
+    ones_ptr,  # [3, 32, 32]: identity, anchors of a half transposed; the third is not used here
     q_out_ptr,  # [M, H, C, K]: q 2^G
     k_start_ptr,  # [M, H, C, K]: -k 2^G
     k_end_ptr,  # [M, H, C, K]: k 2^(Gc-G)
@@ -75,49 +79,62 @@ def prepare_kernel(
     OPERAND: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    C: tl.constexpr = 64
+    """Tiles are transposed, [K, 32], one half of the chunk at a time: sums over rows stay within a thread or four."""
+    C: tl.constexpr = tl.constexpr(64)
+    R: tl.constexpr = tl.constexpr(32)
     program = tl.program_id(0)
     h = program % H
-    start = tl.load(spans_ptr + 2 * (program // H))
+    start = tl.load(spans_ptr + 2 * (program // H)).to(tl.int64)
     count = tl.load(spans_ptr + 2 * (program // H) + 1)
-    row = tl.arange(0, C)
-    channel = tl.arange(0, K)
-    held = (row < count)[:, None]
-    first_half = (row < 32)[:, None]
-    token = (start + row).to(tl.int64)
-    place = h * K + channel
     out = program.to(tl.int64)
-    at_K = out * (C * K) + row[:, None] * K + channel[None, :]
-
-    z = tl.load(z_ptr + token[:, None] * z_stride + place[None, :], mask=held, other=0.0).to(tl.float32)
-    q = tl.load(q_ptr + token[:, None] * q_stride + place[None, :], mask=held, other=0.0).to(tl.float32)
-    k = tl.load(k_ptr + token[:, None] * k_stride + place[None, :], mask=held, other=0.0).to(tl.float32)
+    row = tl.arange(0, R)
+    channel = tl.arange(0, K)
+    q_ptr += start * q_stride + h * K
+    k_ptr += start * k_stride + h * K
+    z_ptr += start * z_stride + h * K
+    ones = row[:, None] * R + row[None, :] + ones_ptr
+    identity, anchors = tl.load(ones), tl.load(ones + R * R)
     rate = exp2(tl.load(A_log_ptr + h).to(tl.float32) * LOG2E, INTERPRET)
-    bias = tl.load(dt_bias_ptr + place).to(tl.float32)
-    g = tl.where(held, bounded_decay(z + bias[None, :], rate, lower_bound, INTERPRET), 0.0)
-    anchors = tl.load(anchors_ptr + row[:, None] * C + row[None, :])
-    x = ones_times(anchors, g, OPERAND, INTERPRET)
-    t0, t1, t2, t3 = tile_total(g, 0), tile_total(g, 1), tile_total(g, 2), tile_total(g, 3)
+    bias = tl.load(dt_bias_ptr + h * K + channel)[:, None]
+
+    at_z = z_ptr + row[:, None] * z_stride + channel[None, :]
+    z = tl.load(at_z, mask=(row < count)[:, None], other=NO_TOKEN)
+    g = bounded_decay(transposed(z, identity, INTERPRET) + bias, rate, lower_bound, INTERPRET)
+    x_a = times_ones(g, anchors, OPERAND, INTERPRET)
+    t0 = tl.sum(tl.where((row < 16)[None, :], g, 0.0), 1)
+    t1 = tl.sum(tl.where((row < 16)[None, :], 0.0, g), 1)
+    z = tl.load(at_z + R * z_stride, mask=(row + R < count)[:, None], other=NO_TOKEN)
+    g = bounded_decay(transposed(z, identity, INTERPRET) + bias, rate, lower_bound, INTERPRET)
+    x_b = times_ones(g, anchors, OPERAND, INTERPRET)
+    t2 = tl.sum(tl.where((row < 16)[None, :], g, 0.0), 1)
+    t3 = tl.sum(tl.where((row < 16)[None, :], 0.0, g), 1)
     tl.store(decay_ptr + out * K + channel, exp2(t0 + t1 + t2 + t3, INTERPRET))
     at_totals = totals_ptr + out * (4 * K) + channel
     tl.store(at_totals, t0)
     tl.store(at_totals + K, t1)
     tl.store(at_totals + 2 * K, t2)
     tl.store(at_totals + 3 * K, t3)
-    q_norm = inverse_root(tl.sum(q * q, 1) + 1e-6, INTERPRET)
-    k_norm = inverse_root(tl.sum(k * k, 1) + 1e-6, INTERPRET)
-    at_norms = norms_ptr + out * (2 * C) + row
-    tl.store(at_norms, q_norm)
-    tl.store(at_norms + C, k_norm)
 
-    from_start = tl.where(first_half, t0[None, :], (t0 + t1 + t2)[None, :])
-    to_end = tl.where(first_half, (t1 + t2 + t3)[None, :], t3[None, :])
-    from_start = exp2(tl.minimum(from_start + x, 0.0), INTERPRET)
-    to_end = exp2(tl.minimum(to_end - x, 0.0), INTERPRET)
-    k *= k_norm[:, None]
-    tl.store(q_out_ptr + at_K, (q * (q_norm * scale)[:, None] * from_start).to(OPERAND))
-    tl.store(k_start_ptr + at_K, (-k * from_start).to(OPERAND))
-    tl.store(k_end_ptr + at_K, (k * to_end).to(OPERAND))
+    for half in tl.static_range(2):
+        if half == 0:
+            x, to_start, to_end = x_a, t0, t1 + t2 + t3
+        else:
+            x, to_start, to_end = x_b, t0 + t1 + t2, t3
+        place = row + half * R
+        held = (place < count)[:, None]
+        q = tl.load(q_ptr + place[:, None] * q_stride + channel[None, :], mask=held, other=0.0)
+        k = tl.load(k_ptr + place[:, None] * k_stride + channel[None, :], mask=held, other=0.0)
+        q_norm = inverse_root(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + 1e-6, INTERPRET)
+        k_norm = inverse_root(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + 1e-6, INTERPRET)
+        tl.store(norms_ptr + out * (2 * C) + place, q_norm)
+        tl.store(norms_ptr + out * (2 * C) + C + place, k_norm)
+        from_start = exp2(x + to_start[:, None], INTERPRET)
+        k = transposed(k, identity, INTERPRET) * k_norm[None, :]
+        q = transposed(q, identity, INTERPRET) * (q_norm * scale)[None, :] * from_start
+        at = out * (C * K) + place[:, None] * K + channel[None, :]
+        tl.store(q_out_ptr + at, tl.trans(q.to(OPERAND)))
+        tl.store(k_start_ptr + at, tl.trans((-k * from_start).to(OPERAND)))
+        tl.store(k_end_ptr + at, tl.trans((k * exp2(to_end[:, None] - x, INTERPRET)).to(OPERAND)))
 
 
 @triton.jit

@@ -17,9 +17,9 @@ those units up to the end.
 
 All of it is computed transposed, [channels, rows], KS channels and one half at a time. Then the left operands of the
 products with dA and dAk are tiles that were just computed, in the registers where a left operand has to lie, and a
-channel's factors are scalars of a thread. Tiles are transposed on the way in by a product with the identity, which is
-exact in bf16 and costs no instruction an element. A sum over value channels of two tiles row by row is the diagonal of
-their product.
+channel's factors are scalars of a thread. A sum over value channels of two tiles row by row is the diagonal of their
+product. The norms' gradients need sum_K q dq and sum_K k dk: taken directly where one slice has all channels, otherwise
+known before from values alone (`chunk_backward.py`).
 """
 
 from __future__ import annotations
@@ -27,27 +27,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rille.ops.kda.backward_kernels import bounded_decay
-from rille.ops.kda.intra import LOG2E, exp2, leading_bits, operand, reciprocal
+from rille.ops.kda.backward_kernels import NO_TOKEN, bounded_decay, times_ones, transposed
+from rille.ops.kda.intra import LOG2E, exp2, operand, reciprocal
 
 
 @triton.jit
-def times_ones(x, ones, OPERAND: tl.constexpr, INTERPRET: tl.constexpr):
-    """x @ ones, where ones has entries 0, 1 and -1, with 16 bits of x."""
-    if x.dtype == OPERAND:
-        return tl.dot(x, ones.to(tl.float32))
-    ones = operand(ones, OPERAND, INTERPRET)
-    high = leading_bits(x)
-    y = tl.dot(operand(x - high, OPERAND, INTERPRET), ones)
-    return tl.dot(operand(high, OPERAND, INTERPRET), ones, y)
-
-
-@triton.jit
-def transposed(x, identity, INTERPRET: tl.constexpr):
-    """x^T in fp32, in the layout of a product's result."""
-    if x.dtype == tl.bfloat16 and not INTERPRET:
-        return tl.dot(tl.trans(x), identity)
-    return tl.trans(x.to(tl.float32))
+def fetch(ptr, stride, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, INTERPRET: tl.constexpr):
+    """Ask for rows of WIDTH 16-bit numbers to come into the L2 cache, without waiting for them."""
+    if not INTERPRET:
+        row = tl.minimum(tl.arange(0, ROWS), count - 1)
+        line = ptr + row[:, None] * stride + 64 * tl.arange(0, WIDTH // 64)[None, :]
+        text: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
+        tl.inline_asm_elementwise(text, "=r,l", [line.to(tl.int64)], tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -107,6 +98,7 @@ def local_kernel(
     V: tl.constexpr,
     KS: tl.constexpr,
     BV: tl.constexpr,
+    FETCH: tl.constexpr,
     OPERAND: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
@@ -119,35 +111,61 @@ def local_kernel(
     value = tl.arange(0, BV)
     valid = row < count
     held = valid[:, None]
-    token = (start + row).to(tl.int64)
+    token = start.to(tl.int64)
     out = program.to(tl.int64)
+    do_ptr += token * do_stride + h * V
+    dv_ptr += token * (H * V) + h * V
+    o_ptr += token * o_stride + h * V
+    v_ptr += token * v_stride + h * V
+    u_ptr += out * (C * V)
+    q_ptr += token * q_stride + h * K
+    k_ptr += token * k_stride + h * K
+    z_ptr += token * z_stride + h * K
+    dq_ptr += token * (H * K) + h * K
+    dk_ptr += token * (H * K) + h * K
+    dz_ptr += token * (H * K) + h * K
+    states_ptr += out * (V * K)
+    dstates_ptr += out * (V * K)
+    totals_ptr += out * (4 * K)
+    norms_ptr += out * (2 * C)
+    sums_ptr += out * (2 * C)
+    dbias_ptr += out * K
+    drate_ptr += out * K
+    if FETCH:
+        fetch(z_ptr, z_stride, count, C, K, INTERPRET)
+        fetch(k_ptr, k_stride, count, C, K, INTERPRET)
+        fetch(states_ptr, K, V, V, K, INTERPRET)
+        fetch(dstates_ptr, K, V, V, K, INTERPRET)
+        fetch(q_ptr, q_stride, count, C, K, INTERPRET)
 
+    DIRECT: tl.constexpr = KS == K
     da = tl.zeros((C, C), tl.float32)
     dak = tl.zeros((C, C), tl.float32)
     reads = tl.zeros((C, C), tl.float32)
     gives = tl.zeros((C, C), tl.float32)
     for block in tl.static_range(V // BV):
-        at_V = h * V + block * BV + value[None, :]
-        do = tl.load(do_ptr + token[:, None] * do_stride + at_V, mask=held, other=0.0)
-        u = tl.load(u_ptr + out * (C * V) + row[:, None] * V + block * BV + value[None, :])
-        o = tl.load(o_ptr + token[:, None] * o_stride + at_V, mask=held, other=0.0)
+        at = block * BV + value[None, :]
+        do = tl.load(do_ptr + row[:, None] * do_stride + at, mask=held, other=0.0)
+        u = tl.load(u_ptr + row[:, None] * V + at)
         do = operand(do, OPERAND, INTERPRET)
         u = operand(u, OPERAND, INTERPRET)
         da = tl.dot(do, tl.trans(u), da)
-        reads = tl.dot(do, tl.trans(operand(o, OPERAND, INTERPRET)), reads)
-        dv = tl.load(dv_ptr + token[:, None] * (H * V) + at_V, mask=held, other=0.0)
-        v = tl.load(v_ptr + token[:, None] * v_stride + at_V, mask=held, other=0.0)
+        dv = tl.load(dv_ptr + row[:, None] * (H * V) + at, mask=held, other=0.0)
         dv = operand(dv, OPERAND, INTERPRET)
         dak = tl.dot(dv, tl.trans(u), dak)
-        gives = tl.dot(dv, tl.trans(operand(v, OPERAND, INTERPRET)), gives)
+        if not DIRECT:
+            o = tl.load(o_ptr + row[:, None] * o_stride + at, mask=held, other=0.0)
+            v = tl.load(v_ptr + row[:, None] * v_stride + at, mask=held, other=0.0)
+            reads = tl.dot(do, tl.trans(operand(o, OPERAND, INTERPRET)), reads)
+            gives = tl.dot(dv, tl.trans(operand(v, OPERAND, INTERPRET)), gives)
 
-    b = tl.load(b_ptr + token * b_stride + h, mask=valid, other=0.0).to(tl.float32)
+    b = tl.load(b_ptr + (token + row) * b_stride + h, mask=valid, other=0.0).to(tl.float32)
     beta = reciprocal(1.0 + exp2(b * -LOG2E, INTERPRET), INTERPRET)
     wrote = diagonal(dak, C) / tl.maximum(beta, 1e-30)
-    tl.store(db_ptr + token * H + h, (wrote * (1.0 - beta)).to(db_ptr.dtype.element_ty), mask=valid)
-    at_sums = sums_ptr + out * (2 * C) + row
-    tl.store(at_sums, diagonal(reads, C))
-    tl.store(at_sums + C, 2.0 * wrote - diagonal(gives, C))
+    tl.store(db_ptr + (token + row) * H + h, (wrote * (1.0 - beta)).to(db_ptr.dtype.element_ty), mask=valid)
+    if not DIRECT:
+        tl.store(sums_ptr + row, diagonal(reads, C))
+        tl.store(sums_ptr + C + row, 2.0 * wrote - diagonal(gives, C))
 
     i, j = row[:, None], row[None, :]
     da = tl.where(i >= j, da, 0.0)
@@ -157,81 +175,78 @@ def local_kernel(
     per_unit = 1.0 / unit
     da_aa, da_ba, da_bb = blocks((da * per_unit).to(OPERAND))
     dak_aa, dak_ba, dak_bb = blocks((dak * per_unit).to(OPERAND))
-    tl.debug_barrier()
+    if not DIRECT:
+        tl.debug_barrier()  # before other threads read the sums
+    rate = exp2(tl.load(A_log_ptr + h).to(tl.float32) * LOG2E, INTERPRET)
     for part in tl.range(0, K, KS, num_stages=1):
         local_slice(
-            part, da_aa, da_ba, da_bb, dak_aa, dak_ba, dak_bb, unit, q_ptr, k_ptr, z_ptr, do_ptr, dv_ptr, A_log_ptr,
-            dt_bias_ptr, ones_ptr, u_ptr, states_ptr, dstates_ptr, totals_ptr, norms_ptr, dq_ptr, dk_ptr, dz_ptr,
-            dbias_ptr, drate_ptr, sums_ptr, start, count, q_stride, k_stride, z_stride, do_stride, lower_bound, scale,
+            part, da_aa, da_ba, da_bb, dak_aa, dak_ba, dak_bb, unit, q_ptr, k_ptr, z_ptr, do_ptr, dv_ptr, rate,
+            dt_bias_ptr + h * K, ones_ptr, u_ptr, states_ptr, dstates_ptr, totals_ptr, norms_ptr, dq_ptr, dk_ptr,
+            dz_ptr, dbias_ptr, drate_ptr, sums_ptr, count, q_stride, k_stride, z_stride, do_stride, lower_bound, scale,
             H, K, V, KS, BV, OPERAND, INTERPRET,
         )  # fmt: skip
 
 
 @triton.jit
 def local_slice(
-    part, da_aa, da_ba, da_bb, dak_aa, dak_ba, dak_bb, unit, q_ptr, k_ptr, z_ptr, do_ptr, dv_ptr, A_log_ptr,
-    dt_bias_ptr, ones_ptr, u_ptr, states_ptr, dstates_ptr, totals_ptr, norms_ptr, dq_ptr, dk_ptr, dz_ptr, dbias_ptr,
-    drate_ptr, sums_ptr, start, count, q_stride, k_stride, z_stride, do_stride, lower_bound, scale,
+    part, da_aa, da_ba, da_bb, dak_aa, dak_ba, dak_bb, unit, q_ptr, k_ptr, z_ptr, do_ptr, dv_ptr, rate,
+    dt_bias_ptr, ones_ptr, u_ptr, states_ptr, dstates_ptr, totals_ptr, norms_ptr, dq_ptr, dk_ptr, dz_ptr,
+    dbias_ptr, drate_ptr, sums_ptr, count, q_stride, k_stride, z_stride, do_stride, lower_bound, scale,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KS: tl.constexpr, BV: tl.constexpr,
     OPERAND: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Channels part .. part + KS of dq, dk, dz and of the parameters' gradients. Tiles are [KS, 32]."""
     C: tl.constexpr = tl.constexpr(64)
     R: tl.constexpr = tl.constexpr(32)
-    h = tl.program_id(0) % H
-    out = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, R)
     value = tl.arange(0, BV)
     channel = part + tl.arange(0, KS)
-    place = h * K + channel
-    token = (start + row).to(tl.int64)
-    in_a, in_b = row < count, row + R < count
-    at_a, at_b = token[:, None], token[:, None] + R
+    in_a, in_b = (row < count)[:, None], (row + R < count)[:, None]
+    at_a, at_b = row[:, None], row[:, None] + R
     ones = row[:, None] * R + row[None, :] + ones_ptr
     identity, anchors, later = tl.load(ones), tl.load(ones + R * R), tl.load(ones + 2 * R * R)
-    at_z = z_ptr + place[None, :]
-    bias = tl.load(dt_bias_ptr + place)[:, None]
-    rate = exp2(tl.load(A_log_ptr + h).to(tl.float32) * LOG2E, INTERPRET)
-    at_totals = totals_ptr + out * (4 * K) + channel
+    bias = tl.load(dt_bias_ptr + channel)[:, None]
+    at_totals = totals_ptr + channel
     t0, t1 = tl.load(at_totals)[:, None], tl.load(at_totals + K)[:, None]
     t2, t3 = tl.load(at_totals + 2 * K)[:, None], tl.load(at_totals + 3 * K)[:, None]
     d1, d2 = exp2(t1, INTERPRET), exp2(t2, INTERPRET)
     per_unit = 1.0 / unit
-    at_norms = norms_ptr + out * (2 * C) + row
+    at_norms = norms_ptr + row
+    at_sums = sums_ptr + row
     k_norm_a, k_norm_b = tl.load(at_norms + C)[None, :], tl.load(at_norms + C + R)[None, :]
 
     # Half a as far as half b needs it.
-    z = tl.load(at_z + at_a * z_stride, mask=in_a[:, None], other=0.0)
+    z = tl.load(z_ptr + at_a * z_stride + channel[None, :], mask=in_a, other=NO_TOKEN)
     g = bounded_decay(transposed(z, identity, INTERPRET) + bias, rate, lower_bound, INTERPRET)
-    x_a = times_ones(tl.where(in_a[None, :], g, 0.0), anchors, OPERAND, INTERPRET)
-    k = tl.load(k_ptr + at_a * k_stride + place[None, :], mask=in_a[:, None], other=0.0)
+    x_a = times_ones(g, anchors, OPERAND, INTERPRET)
+    k = tl.load(k_ptr + at_a * k_stride + channel[None, :], mask=in_a, other=0.0)
     k_a = transposed(k, identity, INTERPRET) * k_norm_a
     k_c = operand(k_a * exp2(tl.minimum(t1 - x_a, 0.0), INTERPRET), OPERAND, INTERPRET)
 
     # Half b.
-    z = tl.load(at_z + at_b * z_stride, mask=in_b[:, None], other=0.0)
+    z = tl.load(z_ptr + at_b * z_stride + channel[None, :], mask=in_b, other=NO_TOKEN)
     g = bounded_decay(transposed(z, identity, INTERPRET) + bias, rate, lower_bound, INTERPRET)
-    x = times_ones(tl.where(in_b[None, :], g, 0.0), anchors, OPERAND, INTERPRET)
+    x = times_ones(g, anchors, OPERAND, INTERPRET)
     up, down = exp2(x, INTERPRET), exp2(-x, INTERPRET)
-    k = tl.load(k_ptr + at_b * k_stride + place[None, :], mask=in_b[:, None], other=0.0)
+    k = tl.load(k_ptr + at_b * k_stride + channel[None, :], mask=in_b, other=0.0)
     k_b = transposed(k, identity, INTERPRET) * k_norm_b
     dq = tl.zeros((KS, R), tl.float32)
     dk = tl.zeros((KS, R), tl.float32)
     end = tl.zeros((KS, R), tl.float32)
-    carried = tl.zeros((KS, KS), tl.float32)
+    carried = tl.zeros((KS,), tl.float32)
     for block in tl.static_range(V // BV):
-        at_V = h * V + block * BV + value[None, :]
-        at_state = out * (V * K) + (block * BV + value)[:, None] * K + channel[None, :]
+        at_V = block * BV + value[None, :]
+        at_state = (block * BV + value)[:, None] * K + channel[None, :]
         state = tl.trans(operand(tl.load(states_ptr + at_state), OPERAND, INTERPRET))
         dstate = operand(tl.load(dstates_ptr + at_state), OPERAND, INTERPRET)
-        do = tl.load(do_ptr + at_b * do_stride + at_V, mask=in_b[:, None], other=0.0)
-        dv = tl.load(dv_ptr + at_b * (H * V) + at_V, mask=in_b[:, None], other=0.0)
-        u = tl.load(u_ptr + out * (C * V) + (row + R)[:, None] * V + block * BV + value[None, :])
+        carried += diagonal(tl.dot(state, dstate), KS)
+        do = tl.load(do_ptr + at_b * do_stride + at_V, mask=in_b, other=0.0)
+        dv = tl.load(dv_ptr + at_b * (H * V) + at_V, mask=in_b, other=0.0)
+        u = tl.load(u_ptr + at_b * V + at_V)
         dq = tl.dot(state, tl.trans(operand(do, OPERAND, INTERPRET)), dq)
         dk = tl.dot(state, tl.trans(operand(dv, OPERAND, INTERPRET)), dk)
-        carried = tl.dot(state, dstate, carried)
         end = tl.dot(tl.trans(dstate), tl.trans(operand(u, OPERAND, INTERPRET)), end)
-    carried = diagonal(carried, KS)[:, None] * (exp2(t0 + t1 + t2 + t3, INTERPRET) * per_unit)
+    carried = carried[:, None] * (exp2(t0 + t1 + t2 + t3, INTERPRET) * per_unit)
 
     k_down = operand(k_b * down, OPERAND, INTERPRET)
     from_start = exp2(t0 + t1, INTERPRET) * per_unit
@@ -239,14 +254,18 @@ def local_slice(
     dq = tl.dot(k_down, tl.trans(operand(da_bb, OPERAND, INTERPRET)), dq) * up
     dk = tl.dot(k_c, tl.trans(operand(dak_ba, OPERAND, INTERPRET)), dk * -from_start) * d2
     dk = tl.dot(k_down, tl.trans(operand(dak_bb, OPERAND, INTERPRET)), dk) * up
-    q = tl.load(q_ptr + at_b * q_stride + place[None, :], mask=in_b[:, None], other=0.0)
+    q = tl.load(q_ptr + at_b * q_stride + channel[None, :], mask=in_b, other=0.0)
     q_norm = tl.load(at_norms + R)[None, :]
     q = transposed(q, identity, INTERPRET) * (q_norm * scale)
-    dG = q * dq + k_b * dk
-    at_sums = sums_ptr + out * (2 * C) + row
-    dq = (q_norm * scale * unit) * dq - (q_norm * tl.load(at_sums + R)[None, :] / scale) * q
-    at_K = place[None, :] + at_b * (H * K)
-    tl.store(dq_ptr + at_K, tl.trans(dq.to(dq_ptr.dtype.element_ty)), mask=in_b[:, None])
+    read = q * dq
+    dG = read + k_b * dk
+    if KS == K:
+        read = tl.sum(read, 0)[None, :] * unit
+    else:
+        read = tl.load(at_sums + R)[None, :]
+    dq = (q_norm * scale * unit) * dq - (q_norm * read / scale) * q
+    at_K = channel[None, :] + at_b * (H * K)
+    tl.store(dq_ptr + at_K, tl.trans(dq.to(dq_ptr.dtype.element_ty)), mask=in_b)
     end *= exp2(t3, INTERPRET) * per_unit
     carried += tl.sum(k_b * down * end, 1)[:, None]
     q *= up
@@ -255,9 +274,13 @@ def local_slice(
     end = tl.dot(operand(k_up, OPERAND, INTERPRET), operand(dak_bb, OPERAND, INTERPRET), end) * down
     q_r, k_r = operand(q * d2, OPERAND, INTERPRET), operand(k_up * d2, OPERAND, INTERPRET)
     dG -= k_b * end
-    known = tl.load(at_sums + C + R)[None, :]
-    dk = k_norm_b * (unit * (dk + end) - k_b * known)
-    tl.store(dk_ptr + at_K, tl.trans(dk.to(dk_ptr.dtype.element_ty)), mask=in_b[:, None])
+    dk += end
+    if KS == K:
+        known = tl.sum(k_b * dk, 0)[None, :] * unit
+    else:
+        known = tl.load(at_sums + C + R)[None, :]
+    dk = k_norm_b * (unit * dk - k_b * known)
+    tl.store(dk_ptr + at_K, tl.trans(dk.to(dk_ptr.dtype.element_ty)), mask=in_b)
     dg_b = times_ones(dG, later, OPERAND, INTERPRET)
     after = tl.sum(dG, 1)[:, None]
 
@@ -267,14 +290,14 @@ def local_slice(
     dk = tl.zeros((KS, R), tl.float32)
     end = tl.zeros((KS, R), tl.float32)
     for block in tl.static_range(V // BV):
-        at_V = h * V + block * BV + value[None, :]
-        at_state = out * (V * K) + (block * BV + value)[:, None] * K + channel[None, :]
+        at_V = block * BV + value[None, :]
+        at_state = (block * BV + value)[:, None] * K + channel[None, :]
         if V > BV:
             state = tl.trans(operand(tl.load(states_ptr + at_state), OPERAND, INTERPRET))
             dstate = operand(tl.load(dstates_ptr + at_state), OPERAND, INTERPRET)
-        do = tl.load(do_ptr + at_a * do_stride + at_V, mask=in_a[:, None], other=0.0)
-        dv = tl.load(dv_ptr + at_a * (H * V) + at_V, mask=in_a[:, None], other=0.0)
-        u = tl.load(u_ptr + out * (C * V) + row[:, None] * V + block * BV + value[None, :])
+        do = tl.load(do_ptr + at_a * do_stride + at_V, mask=in_a, other=0.0)
+        dv = tl.load(dv_ptr + at_a * (H * V) + at_V, mask=in_a, other=0.0)
+        u = tl.load(u_ptr + at_a * V + at_V)
         dq = tl.dot(state, tl.trans(operand(do, OPERAND, INTERPRET)), dq)
         dk = tl.dot(state, tl.trans(operand(dv, OPERAND, INTERPRET)), dk)
         end = tl.dot(tl.trans(dstate), tl.trans(operand(u, OPERAND, INTERPRET)), end)
@@ -282,13 +305,18 @@ def local_slice(
     from_start = exp2(t0, INTERPRET) * per_unit
     dq = tl.dot(k_down, tl.trans(operand(da_aa, OPERAND, INTERPRET)), dq * from_start) * up
     dk = tl.dot(k_down, tl.trans(operand(dak_aa, OPERAND, INTERPRET)), dk * -from_start) * up
-    q = tl.load(q_ptr + at_a * q_stride + place[None, :], mask=in_a[:, None], other=0.0)
+    q = tl.load(q_ptr + at_a * q_stride + channel[None, :], mask=in_a, other=0.0)
     q_norm = tl.load(at_norms)[None, :]
     q = transposed(q, identity, INTERPRET) * (q_norm * scale)
-    dG = q * dq + k_a * dk
-    dq = (q_norm * scale * unit) * dq - (q_norm * tl.load(at_sums)[None, :] / scale) * q
-    at_K = place[None, :] + at_a * (H * K)
-    tl.store(dq_ptr + at_K, tl.trans(dq.to(dq_ptr.dtype.element_ty)), mask=in_a[:, None])
+    read = q * dq
+    dG = read + k_a * dk
+    if KS == K:
+        read = tl.sum(read, 0)[None, :] * unit
+    else:
+        read = tl.load(at_sums)[None, :]
+    dq = (q_norm * scale * unit) * dq - (q_norm * read / scale) * q
+    at_K = channel[None, :] + at_a * (H * K)
+    tl.store(dq_ptr + at_K, tl.trans(dq.to(dq_ptr.dtype.element_ty)), mask=in_a)
     end *= exp2(t2 + t3, INTERPRET) * per_unit
     carried += tl.sum(k_a * down * end, 1)[:, None] * d1
     end = tl.dot(q_r, operand(da_ba, OPERAND, INTERPRET), end)
@@ -296,22 +324,28 @@ def local_slice(
     end = tl.dot(operand(q * up, OPERAND, INTERPRET), operand(da_aa, OPERAND, INTERPRET), end)
     end = tl.dot(operand(k_a * up, OPERAND, INTERPRET), operand(dak_aa, OPERAND, INTERPRET), end) * down
     dG -= k_a * end
-    known = tl.load(at_sums + C)[None, :]
-    dk = k_norm_a * (unit * (dk + end) - k_a * known)
-    tl.store(dk_ptr + at_K, tl.trans(dk.to(dk_ptr.dtype.element_ty)), mask=in_a[:, None])
+    dk += end
+    if KS == K:
+        known = tl.sum(k_a * dk, 0)[None, :] * unit
+    else:
+        known = tl.load(at_sums + C)[None, :]
+    dk = k_norm_a * (unit * dk - k_a * known)
+    tl.store(dk_ptr + at_K, tl.trans(dk.to(dk_ptr.dtype.element_ty)), mask=in_a)
     dg_a = times_ones(dG, later, OPERAND, INTERPRET) + (after + carried)
     dg_b += carried
 
     # The gate.
-    z = transposed(tl.load(at_z + at_a * z_stride, mask=in_a[:, None], other=0.0), identity, INTERPRET) + bias
+    z = tl.load(z_ptr + at_a * z_stride + channel[None, :], mask=in_a, other=NO_TOKEN)
+    z = transposed(z, identity, INTERPRET) + bias
     g = bounded_decay(z, rate, lower_bound, INTERPRET) * (1.0 / LOG2E)
-    dz = tl.where(in_a[None, :], dg_a * (unit * rate) * g * (1.0 - g / lower_bound), 0.0)
-    tl.store(dz_ptr + at_K, tl.trans(dz.to(dz_ptr.dtype.element_ty)), mask=in_a[:, None])
+    dz = dg_a * (unit * rate) * g * (1.0 - g / lower_bound)
+    tl.store(dz_ptr + at_K, tl.trans(dz.to(dz_ptr.dtype.element_ty)), mask=in_a)
     dbias, drate = tl.sum(dz, 1), tl.sum(dz * z, 1)
-    z = transposed(tl.load(at_z + at_b * z_stride, mask=in_b[:, None], other=0.0), identity, INTERPRET) + bias
+    z = tl.load(z_ptr + at_b * z_stride + channel[None, :], mask=in_b, other=NO_TOKEN)
+    z = transposed(z, identity, INTERPRET) + bias
     g = bounded_decay(z, rate, lower_bound, INTERPRET) * (1.0 / LOG2E)
-    dz = tl.where(in_b[None, :], dg_b * (unit * rate) * g * (1.0 - g / lower_bound), 0.0)
-    at_K = place[None, :] + at_b * (H * K)
-    tl.store(dz_ptr + at_K, tl.trans(dz.to(dz_ptr.dtype.element_ty)), mask=in_b[:, None])
-    tl.store(dbias_ptr + out * K + channel, dbias + tl.sum(dz, 1))
-    tl.store(drate_ptr + out * K + channel, drate + tl.sum(dz * z, 1))
+    dz = dg_b * (unit * rate) * g * (1.0 - g / lower_bound)
+    at_K = channel[None, :] + at_b * (H * K)
+    tl.store(dz_ptr + at_K, tl.trans(dz.to(dz_ptr.dtype.element_ty)), mask=in_b)
+    tl.store(dbias_ptr + channel, dbias + tl.sum(dz, 1))
+    tl.store(drate_ptr + channel, drate + tl.sum(dz * z, 1))

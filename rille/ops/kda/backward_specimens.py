@@ -11,7 +11,7 @@ from rille.ops.kda.backward_kernels import prepare_kernel, reverse_kernel, state
 from rille.ops.kda.backward_local import local_kernel
 
 POINTERS = {
-    "*bf16": "q_ptr k_ptr v_ptr z_ptr b_ptr o_ptr do_ptr dv_ptr anchors_ptr identity_ptr ones_ptr q_out_ptr "
+    "*bf16": "q_ptr k_ptr v_ptr z_ptr b_ptr o_ptr do_ptr dv_ptr identity_ptr ones_ptr q_out_ptr "
     "k_start_ptr k_end_ptr u_ptr states_ptr dstates_ptr dq_ptr dk_ptr dz_ptr db_ptr",
     "*fp32": "A_log_ptr dt_bias_ptr decay_ptr totals_ptr norms_ptr dbias_ptr drate_ptr sums_ptr initial_ptr dfinal_ptr "
     "dinitial_ptr",
@@ -44,7 +44,7 @@ def a_pass(name: str, kernel: Any, BV: int, num_warps: int, K: int = 128, V: int
 
 
 def local(name: str, K: int = 128, V: int = 128, num_warps: int = 4, **limits: Any) -> Specimen:
-    constexprs = dict(H=96, K=K, V=V, KS=64, BV=min(V, 128), OPERAND=tl.bfloat16, INTERPRET=False)
+    constexprs = dict(H=96, K=K, V=V, KS=64, BV=min(V, 128), FETCH=True, OPERAND=tl.bfloat16, INTERPRET=False)
     return specimen(f"local_{name}", local_kernel, constexprs, num_warps, want_wgmma=True, **limits)
 
 
