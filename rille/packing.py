@@ -1,8 +1,9 @@
 """The one description of a batch: a flat token axis with sequence boundaries, never padding.
 
-A batch of S sequences is one axis of N = sum(lengths) tokens. `starts` holds the S + 1 boundaries (what other projects call
-cu_seqlens); `consumed` says how many tokens of each sequence went through the model before, so that the first row of a sequence is
-not always its first token. Host numbers come first, device tensors follow from them once a batch: no op asks the device for a size.
+A batch of S sequences is one axis of N = sum(lengths) tokens. `starts` holds the S + 1 boundaries (what other projects
+call cu_seqlens); `consumed` says how many tokens of each sequence went through the model before, so that the first row
+of a sequence is not always its first token. Host numbers come first, device tensors follow from them once a batch: no
+op asks the device for a size.
 
 Suffixes: N packed tokens, S sequences, M chunks, C rows of a chunk.
 """
@@ -22,9 +23,10 @@ from torch import Tensor
 class ChunkMap:
     """Sequences cut into chunks of `size` rows; a chunk never crosses a sequence.
 
-    rows_MC int64: token of each row, 0 where there is none. mask_MC bool: which rows hold a token. sequence_M, order_M int64: the
-    chunk's sequence and its place in it. first_S int64: the sequence's first chunk. per_sequence: chunks of each sequence, on the host.
-    spans_M2 int32: the chunk's first token and its number of tokens, all that a kernel needs to find its rows.
+    rows_MC int64: token of each row, 0 where there is none. mask_MC bool: which rows hold a token. sequence_M, order_M
+    int64: the chunk's sequence and its place in it. first_S int64: the sequence's first chunk. per_sequence: chunks of
+    each sequence, on the host. spans_M2 int32: the chunk's first token and its number of tokens, all that a kernel
+    needs to find its rows.
     """
 
     size: int
@@ -53,8 +55,8 @@ class Packing:
     ) -> Packing:
         """Describe a batch.
 
-        lengths: tokens of each sequence in this batch; 0 is allowed. consumed: tokens of each sequence that earlier calls have already
-        seen (default none). Raises ValueError for negative numbers or lists of different length.
+        lengths: tokens of each sequence in this batch; 0 is allowed. consumed: tokens of each sequence that earlier
+        calls have already seen (default none). Raises ValueError for negative numbers or lists of different length.
         """
         lengths = tuple(int(n) for n in lengths)
         consumed = tuple(int(n) for n in consumed) if consumed is not None else (0,) * len(lengths)
