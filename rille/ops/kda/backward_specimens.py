@@ -28,8 +28,8 @@ def specimen(name: str, kernel: Any, constexprs: dict[str, Any], num_warps: int,
     K, BV = constexprs["K"], constexprs.get("BV")
     shapes = dict(t=(64, 64), a=(64, 64), q=(64, K), k_start=(64, K), k_end=(64, K))
     shapes |= dict(u=(64, BV), states=(BV, K), dstates=(BV, K))
-    types = TYPES | {f"{of}_desc": f"tensordesc<bf16[{rows}, {width}]>" for of, (rows, width) in shapes.items()}
-    signature = {name: types[name] for name in kernel.arg_names if name not in constexprs}
+    types: dict[str, Any] = TYPES | {f"{of}_desc": f"tensordesc<bf16[{rows}, {width}]>" for of, (rows, width) in shapes.items()}
+    signature: dict[str, Any] = {name: types[name] for name in kernel.arg_names if name not in constexprs}
     return Specimen(f"kda_backward_{name}", kernel, signature, constexprs, num_warps, divisible=WHOLE, **limits)
 
 
