@@ -77,7 +77,7 @@ class Bar:
         columns = (
             TextColumn("step"),
             MofNCompleteColumn(),
-            BarColumn(),
+            BarColumn(bar_width=10),  # the line fits 80 columns
             TextColumn("{task.fields[numbers]}"),
             TimeRemainingColumn(),
         )

@@ -132,11 +132,12 @@ def summary(config: TrainConfig, corpus: Corpus, out: Path) -> str:
     rows = read_metrics(out / METRICS)
     first, last, held = rows[0], rows[-1], corpus.held_out.head(config.eval_tokens)
     loss, unigram = last["held_out_loss"], unigram_nats(corpus.train, held)
+    gap = f"{abs(unigram - loss):.3f} nats a token {'below' if loss < unigram else 'above'}"
     bits, speed = bits_per_byte(loss, held.bytes_per_token), median(row["tokens_per_second"] for row in rows)
     return f"""
 loss        {first["loss"]:.3f} at step {first["step"]}, {last["loss"]:.3f} at step {last["step"]} (nats a token)
 held out    {loss:.3f} nats a token, {bits:.3f} bits a byte
-unigram     {unigram:.3f} from token frequencies alone: the model is {unigram - loss:.3f} nats a token below
+unigram     {unigram:.3f} from token frequencies alone: the model is {gap}
 speed       {speed:,.0f} tokens/s
 checkpoint  {out / MODEL} (official layout)
 
