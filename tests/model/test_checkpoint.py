@@ -30,7 +30,12 @@ def copy(tmp_path):
 
 
 def tensors(directory):
-    return {n: t for f in sorted(Path(directory).glob("*.safetensors")) for n, t in load_file(f).items() if "model" in f.name}
+    return {
+        n: t
+        for f in sorted(Path(directory).glob("*.safetensors"))
+        for n, t in load_file(f).items()
+        if "model" in f.name
+    }
 
 
 def rewrite(directory, change):

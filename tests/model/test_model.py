@@ -89,7 +89,9 @@ def test_gradients_reach_everything_but_the_router_bias():
             assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
 
 
-@pytest.mark.parametrize("name", ["layers.0.attn.decay_up", "layers.1.ffn.router", "layers.3.attn_mix.query", "layers.4.attn.kv_up"])
+@pytest.mark.parametrize(
+    "name", ["layers.0.attn.decay_up", "layers.1.ffn.router", "layers.3.attn_mix.query", "layers.4.attn.kv_up"]
+)
 def test_gradients_against_finite_differences(name):
     model, tokens = make(), ids(80)
     parameter = model.get_parameter(name)
