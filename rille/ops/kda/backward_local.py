@@ -37,8 +37,9 @@ def fetch(ptr, stride, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, INTERPRET
     if not INTERPRET:
         row = tl.minimum(tl.arange(0, ROWS), count - 1)
         line = ptr + row[:, None] * stride + 64 * tl.arange(0, WIDTH // 64)[None, :]
-        text: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
-        tl.inline_asm_elementwise(text, "=r,l", [line.to(tl.int64)], tl.int32, is_pure=False, pack=1)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [line.to(tl.int64)], tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit

@@ -28,7 +28,9 @@ def specimen(name: str, kernel: Any, constexprs: dict[str, Any], num_warps: int,
     K, BV = constexprs["K"], constexprs.get("BV")
     shapes = dict(t=(64, 64), a=(64, 64), q=(64, K), k_start=(64, K), k_end=(64, K))
     shapes |= dict(u=(64, BV), states=(BV, K), dstates=(BV, K))
-    types: dict[str, Any] = TYPES | {f"{of}_desc": f"tensordesc<bf16[{rows}, {width}]>" for of, (rows, width) in shapes.items()}
+    types: dict[str, Any] = TYPES | {
+        f"{of}_desc": f"tensordesc<bf16[{rows}, {width}]>" for of, (rows, width) in shapes.items()
+    }
     signature: dict[str, Any] = {name: types[name] for name in kernel.arg_names if name not in constexprs}
     return Specimen(f"kda_backward_{name}", kernel, signature, constexprs, num_warps, divisible=WHOLE, **limits)
 
@@ -48,7 +50,9 @@ def local(name: str, K: int = 128, V: int = 128, num_warps: int = 4, **limits: A
     return specimen(f"local_{name}", local_kernel, constexprs, num_warps, want_wgmma=True, **limits)
 
 
-SPILL = dict(max_spill_bytes=1400, reason="two halves of a slice and what they exchange, at two programs an SM")
+SPILL: dict[str, Any] = dict(
+    max_spill_bytes=1400, reason="two halves of a slice and what they exchange, at two programs an SM"
+)
 SPECIMENS = [
     prepare("k128"),
     a_pass("states_v128", states_kernel, 128, 8, absent="initial_ptr"),
