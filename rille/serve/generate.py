@@ -102,6 +102,10 @@ def nucleus(probabilities_W: Tensor, top_p: float) -> Tensor:
 def check(tokens: Tensor, max_new_tokens: int, temperature: float, top_p: float, seed: int | None) -> None:
     if tokens.numel() < 1:
         raise ValueError("the prompt has no tokens; give at least one (a trained model's config has bos_id for that)")
+    check_sampling(max_new_tokens, temperature, top_p, seed)
+
+
+def check_sampling(max_new_tokens: int, temperature: float, top_p: float, seed: int | None) -> None:
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; it must not be negative")
     if not 0 <= temperature < float("inf"):
@@ -114,8 +118,7 @@ def check(tokens: Tensor, max_new_tokens: int, temperature: float, top_p: float,
 
 def continue_text(config: GenerateConfig) -> None:
     """Print a prompt and its continuation as it comes. Raises ValueError or FileNotFoundError for unfit settings."""
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda: this machine has no CUDA device that torch can use; give --device cpu")
+    check_device(config.device)
     place = find_checkpoint(config.checkpoint)
     tokenizer = load_tokenizer(place)
     model = load_model(place, device=config.device)
@@ -133,13 +136,23 @@ def continue_text(config: GenerateConfig) -> None:
     print(f"{place}: {count} tokens, {count / (perf_counter() - started):.0f} tokens/s", file=sys.stderr)
 
 
-def prompt_ids(prompt: str, tokenizer: Tokenizer, model: K3) -> list[int]:
-    """The ids of a text. A model of `rille train` has seen every document after the id that ends the one before: there
-    it comes first. A released model, whose `bos_id` is another one, gets the text alone."""
+def check_device(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda: this machine has no CUDA device that torch can use; give --device cpu")
+
+
+def check_pair(tokenizer: Tokenizer, model: K3) -> None:
+    """Raise ValueError unless the model has a logit for every token."""
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size:,} tokens, the model only {model.config.vocab_size:,}: "
             "they do not belong together"
         )
+
+
+def prompt_ids(prompt: str, tokenizer: Tokenizer, model: K3) -> list[int]:
+    """The ids of a text. A model of `rille train` has seen every document after the id that ends the one before: there
+    it comes first. A released model, whose `bos_id` is another one, gets the text alone."""
+    check_pair(tokenizer, model)
     begin = [tokenizer.eos_id] if model.config.bos_id == tokenizer.eos_id else []
     return begin + tokenizer.encode(prompt)

@@ -1,0 +1,188 @@
+"""`rille chat`: a conversation in the terminal, or with lines from a pipe.
+
+    terminal    everything on the screen: thinking dimmed, tool calls with ->, results with <-
+    pipe        each line is a message; answers on standard output, the rest on standard error; the first error ends it
+
+What is said, remembered and carried out is in `rille.serve.chat`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+
+import torch
+
+from rille.model.checkpoint import load_model
+from rille.model.locate import find_checkpoint
+from rille.serve.chat import Conversation, check_chat_format
+from rille.serve.config import ChatConfig
+from rille.serve.generate import check_device
+from rille.serve.screen import Screen
+from rille.serve.tools import load_tools
+from rille.text.chat import EFFORTS
+from rille.text.images import ImageConfig
+from rille.text.tokenizer import load_tokenizer
+
+PICTURES = "preprocessor_config.json"
+
+
+def chat(config: ChatConfig) -> None:
+    """Talk until the input ends. Raises ValueError or FileNotFoundError for unfit settings."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # one odd byte or character must not end a conversation
+    interactive = sys.stdin.isatty() and sys.stdout.isatty()
+    screen = Screen(interactive)
+    check_device(config.device)
+    toolbox = load_tools(config.tools) if config.tools else None
+    place = find_checkpoint(config.checkpoint)
+    tokenizer = load_tokenizer(place)
+    check_chat_format(tokenizer)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.dtype]
+    model = load_model(place, dtype=dtype, device=config.device)
+    conversation = Conversation(model, tokenizer, config, toolbox, read_image_config(place))
+    terminal = Terminal(conversation, screen)
+    if interactive:
+        count = sum(p.numel() for p in model.parameters())
+        screen.note(f"{place}: {count / 1e6:,.1f} M parameters, {config.dtype} on {config.device}")
+        tools = f"tools: {', '.join(toolbox.tools)}. " if toolbox else ""
+        screen.note(f"{tools}/help lists commands, Ctrl-C stops a reply, Ctrl-D leaves")
+    for path in config.image:
+        terminal.image(path)
+    terminal.run(interactive)
+
+
+def read_image_config(place: Path) -> ImageConfig | None:
+    """How the checkpoint wants pictures prepared, if it says so."""
+    file = place / PICTURES
+    return ImageConfig.from_official(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
+
+
+class Terminal:
+    """Lines in, events out."""
+
+    def __init__(self, conversation: Conversation, screen: Screen):
+        self.conversation, self.screen = conversation, screen
+        self.is_open = True
+
+    def run(self, interactive: bool) -> None:
+        """Take lines until the input ends or `/quit`. Raises ValueError or OSError for a fault in lines from a pipe."""
+        if not interactive:
+            for line in sys.stdin:
+                if self.is_open and line.strip():
+                    self.take(line.rstrip("\r\n"))
+            return
+        import readline  # noqa: F401 : its import gives `input` a line editor and a history
+
+        while self.is_open:
+            try:
+                if (line := input("> ")).strip():
+                    self.take(line)
+            except EOFError:
+                self.screen.note("")
+                return
+            except KeyboardInterrupt:
+                self.screen.note("\nCtrl-D or /quit leaves")
+            except (ValueError, OSError) as error:
+                self.screen.error(str(error))
+
+    def take(self, line: str) -> None:
+        """One line: a command, or a message (one that begins with / is typed with //)."""
+        if line.startswith("/") and not line.startswith("//"):
+            self.obey(line)
+        else:
+            self.say(line.removeprefix("/") if line.startswith("//") else line)
+
+    def say(self, text: str) -> None:
+        try:
+            with closing(self.conversation.say(text)) as events:
+                for event in events:
+                    self.screen.show(event)
+        except KeyboardInterrupt:
+            if not self.screen.interactive:
+                raise
+            self.screen.break_off()
+
+    def obey(self, line: str) -> None:
+        name, _, argument = line[1:].partition(" ")
+        if name not in COMMANDS:
+            near = get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+            hint = f"; did you mean /{near[0]}?" if near else ";"
+            raise ValueError(f"unknown command /{name}{hint} /help lists all, and // begins a message with a slash")
+        command, argument = COMMANDS[name], argument.strip()
+        if bool(argument) != bool(command.argument) and not command.may_be_bare:
+            raise ValueError(f"usage: /{name} {command.argument}".rstrip())
+        command.run(self, argument)
+
+    # --- commands ---
+
+    def help(self, _: str) -> None:
+        width = max(len(f"/{name} {command.argument}") for name, command in COMMANDS.items())
+        for name, command in COMMANDS.items():
+            self.screen.note(f"{f'/{name} {command.argument}':<{width}}  {command.line}")
+        self.screen.note("Ctrl-C stops a reply, Ctrl-D leaves. A message that begins with a slash is typed with two.")
+
+    def reset(self, _: str) -> None:
+        self.conversation.reset()
+        self.screen.note("a new conversation" + (", same system message" if self.conversation.system else ""))
+
+    def save(self, path: str) -> None:
+        self.conversation.save(path)
+        self.screen.note(f"{len(self.conversation.history)} messages saved in {path}")
+
+    def load(self, path: str) -> None:
+        self.conversation.load(path)
+        self.screen.replay(self.conversation.history)
+
+    def effort(self, effort: str) -> None:
+        if effort not in EFFORTS:
+            raise ValueError(f"effort {effort!r} is not one of {', '.join(EFFORTS)}")
+        self.conversation.config = replace(self.conversation.config, effort=effort)
+        self.screen.note(f"effort: {effort}")
+
+    def thinking(self, switch: str) -> None:
+        if switch not in ("on", "off"):
+            raise ValueError(f"thinking {switch!r} is not one of on, off")
+        self.conversation.config = replace(self.conversation.config, thinking=switch == "on")
+        self.screen.note(f"thinking: {switch}")
+
+    def image(self, path: str) -> None:
+        picture = self.conversation.attach(path)
+        width, height = picture.sizes[0]
+        self.screen.note(f"{path}: {width} x {height}, {picture.num_tokens[0]} tokens; goes with the next message")
+
+    def system(self, text: str) -> None:
+        if text:
+            self.conversation.system = "" if text == '""' else text
+        self.screen.note(f"system: {self.conversation.system or '(none)'}")
+
+    def quit(self, _: str) -> None:
+        self.is_open = False
+
+
+@dataclass(frozen=True)
+class Command:
+    run: Callable[[Terminal, str], None]
+    line: str
+    argument: str = ""
+    may_be_bare: bool = False
+
+
+COMMANDS = {
+    "help": Command(Terminal.help, "this list"),
+    "reset": Command(Terminal.reset, "begin a new conversation"),
+    "save": Command(Terminal.save, "write the conversation, as JSON", "FILE"),
+    "load": Command(Terminal.load, "go on with a conversation that was saved", "FILE"),
+    "effort": Command(Terminal.effort, "how much to think", "|".join(EFFORTS)),
+    "thinking": Command(Terminal.thinking, "think before the answer, or not", "on|off"),
+    "image": Command(Terminal.image, "a picture for the next message", "PATH"),
+    "system": Command(Terminal.system, 'the system message; without a text it is shown, "" removes it', "TEXT", True),
+    "quit": Command(Terminal.quit, "leave (or Ctrl-D)"),
+}
