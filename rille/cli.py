@@ -97,6 +97,7 @@ usage: rille VERB ...        `rille VERB --help` explains one
 examples
   rille train tiny --out runs/first --steps 200
   rille generate runs/first --prompt "def "
+  rille chat runs/first
   rille convert runs/first first-mxfp4 --experts mxfp4
   rille plan k3 --context 1048576"""
 
@@ -158,6 +159,18 @@ def generate(arguments: Arguments) -> int:
     from rille.serve.generate import continue_text
 
     continue_text(config)
+    return 0
+
+
+def chat(arguments: Arguments) -> int:
+    """`rille chat CHECKPOINT`"""
+    from rille.serve.config import ChatConfig
+
+    config = parse(ChatConfig, arguments, "chat")
+
+    from rille.serve.terminal import chat
+
+    chat(config)
     return 0
 
 
@@ -277,6 +290,7 @@ class Verb:
 VERBS = {
     "train": Verb(train, "train a model from scratch on text (a recipe and its flags)"),
     "generate": Verb(generate, "continue a prompt with a checkpoint"),
+    "chat": Verb(chat, "talk with a checkpoint in the terminal: thinking, tools, pictures"),
     "convert": Verb(convert, "write a checkpoint anew: bf16, fp32, MXFP4 experts"),
     "plan": Verb(plan, "what a model needs: parameters, FLOPs, memory"),
 }
