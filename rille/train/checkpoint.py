@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -50,11 +51,11 @@ def save_checkpoint(run: Run) -> Path:
 def restore(run: Run, path: Path) -> None:
     """Bring a run that has just been set up to where the checkpoint was taken.
 
-    Raises ValueError if the checkpoint has no training state, or is of a run with other settings.
+    Raises ValueError if the checkpoint has no training state or a damaged one, or is of a run with other settings.
     """
     numbers = read_numbers(path)
     check_resumable(numbers["settings"], settings(run.config), str(path))
-    tensors = load_file(path / TENSORS)
+    tensors = read_tensors(path)
     with torch.no_grad():
         for name, parameter in run.model.named_parameters():
             parameter.copy_(tensors[f"model.{name}"])
@@ -70,7 +71,22 @@ def read_numbers(path: Path) -> dict[str, Any]:
     file = path / NUMBERS
     if not file.is_file():
         raise ValueError(f"{path} has no {NUMBERS}: it holds a model, not a run that can be continued")
-    return json.loads(file.read_text(encoding="utf-8"))
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise damaged(file, path, error) from None
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Weights, optimiser state and random state of a checkpoint."""
+    try:
+        return load_file(path / TENSORS)
+    except SafetensorError as error:
+        raise damaged(path / TENSORS, path, error) from None
+
+
+def damaged(file: Path, checkpoint: Path, error: Exception) -> ValueError:
+    return ValueError(f"{file} is damaged ({error}); remove {checkpoint} to go on from the checkpoint before it")
 
 
 def remove_unfinished(out: Path) -> None:

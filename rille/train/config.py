@@ -29,7 +29,7 @@ class TrainConfig:
     """Continue the newest checkpoint in the directory; give the settings that the run was started with."""
 
     seed: int = 0
-    """Initial weights."""
+    """Of the initial weights; data.seed orders the text."""
 
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the model is trained, in fp32."""

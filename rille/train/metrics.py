@@ -53,7 +53,10 @@ class JsonLines:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All rows; none if there is no file. A last line that was cut off by a kill is left out."""
     lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else [""]
-    return [json.loads(line) for line in lines[:-1]]
+    try:
+        return [json.loads(line) for line in lines[:-1]]
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); move it away to go on without its rows") from None
 
 
 class TensorBoard:

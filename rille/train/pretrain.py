@@ -29,6 +29,7 @@ from rille.optim.adamw import adamw
 from rille.train.checkpoint import read_numbers, remove_unfinished, restore
 from rille.train.config import TrainConfig, check_resumable, settings
 from rille.train.loop import Run, train
+from rille.train.losses import mean_loss
 from rille.train.metrics import METRICS, open_loggers, read_metrics
 from rille.train.stopping import stop_on_signals
 
@@ -54,7 +55,7 @@ def pretrain(config: TrainConfig) -> Path:
         run.loggers = open_loggers(out, run.step, config.steps, stack)
         train(run)
         save_model(run.model, out / MODEL, tokenizer=run.tokenizer)
-    print(summary(config, corpus, out))
+    print(summary(run, corpus))
     return out / MODEL
 
 
@@ -127,20 +128,29 @@ def held_out_measure(config: TrainConfig, corpus: Corpus) -> Callable[[], list[B
     return lambda: list(held_out_batches(held.tokens, held.boundaries, data.batch_tokens, data.sequence_length))
 
 
-def summary(config: TrainConfig, corpus: Corpus, out: Path) -> str:
+def summary(run: Run, corpus: Corpus) -> str:
     """The end of a run for people: losses, the unigram model's on the same text, where things are, what to try next."""
-    rows = read_metrics(out / METRICS)
-    first, last, held = rows[0], rows[-1], corpus.held_out.head(config.eval_tokens)
-    loss, unigram = last["held_out_loss"], unigram_nats(corpus.train, held)
+    out = Path(run.config.out)
+    held, loss = corpus.held_out.head(run.config.eval_tokens), mean_loss(run.model, run.held_out())
+    unigram, bits = unigram_nats(corpus.train, held), bits_per_byte(loss, held.bytes_per_token)
     gap = f"{abs(unigram - loss):.3f} nats a token {'below' if loss < unigram else 'above'}"
-    bits, speed = bits_per_byte(loss, held.bytes_per_token), median(row["tokens_per_second"] for row in rows)
     return f"""
-loss        {first["loss"]:.3f} at step {first["step"]}, {last["loss"]:.3f} at step {last["step"]} (nats a token)
+{progress(read_metrics(out / METRICS))}
 held out    {loss:.3f} nats a token, {bits:.3f} bits a byte
 unigram     {unigram:.3f} from token frequencies alone: the model is {gap}
-speed       {speed:,.0f} tokens/s
 checkpoint  {out / MODEL} (official layout)
 
 try next
   rille generate {shlex.quote(str(out))} --prompt "def "
   tensorboard --logdir {shlex.quote(str(out / "tensorboard"))}"""
+
+
+def progress(rows: list[dict]) -> str:
+    """First and last loss, and the speed."""
+    if not rows:
+        return f"loss        not known: {METRICS} has no rows"
+    first, last, speed = rows[0], rows[-1], median(row["tokens_per_second"] for row in rows)
+    return (
+        f"loss        {first['loss']:.3f} at step {first['step']}, {last['loss']:.3f} at step {last['step']} "
+        f"(nats a token); {speed:,.0f} tokens/s"
+    )

@@ -57,6 +57,16 @@ def test_a_model_without_training_state_cannot_be_resumed(tmp_path):
         restore(run, path)
 
 
+@pytest.mark.parametrize("name", ["state.json", "state.safetensors"])
+def test_damage_is_named(tmp_path, name):
+    run = small_run(tmp_path)
+    path = save_checkpoint(run)
+    file = path / "training" / name
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ValueError, match=rf"{name} is damaged .*; remove .*step-000000 to go on"):
+        restore(run, path)
+
+
 def test_the_newest_are_kept(tmp_path):
     run = small_run(tmp_path, keep=2)
     for run.step in (1, 2, 3, 1000000):

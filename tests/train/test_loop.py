@@ -81,6 +81,14 @@ def test_resume_of_a_finished_run_changes_nothing(tmp_path):
     assert exact(tmp_path / "run" / "metrics.jsonl") == before
 
 
+def test_resume_of_a_run_without_its_rows(tmp_path, capsys):
+    config = small_config(tmp_path, steps=3)
+    pretrain(config)
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    pretrain(replace(config, resume=True))
+    assert "not known: metrics.jsonl has no rows" in capsys.readouterr().out
+
+
 def test_resume_to_more_steps(tmp_path):
     config = small_config(tmp_path, steps=3)
     pretrain(config)

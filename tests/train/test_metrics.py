@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 from io import StringIO
 
+import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -24,6 +25,12 @@ def test_rows_after_the_checkpoint_are_cut_off(tmp_path):
     again.log(3, {"loss": 1.0})
     assert read_metrics(path) == [{"step": 1, **VALUES}, {"step": 2, **VALUES}, {"step": 3, "loss": 1.0}]
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_damage_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnoise\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is damaged .*; move it away"):
+        JsonLines(tmp_path / "metrics.jsonl", 1)
 
 
 def test_tensorboard_reads_the_scalars(tmp_path):
