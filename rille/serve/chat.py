@@ -46,10 +46,12 @@ class ToolResult:
 
 @dataclass(frozen=True)
 class Finished:
-    """A reply is over: the model ended it, or the limit did. kept, read: tokens of the prompt; new: of the reply."""
+    """A reply is over: the model ended it, or the limit did. faults: where it broke the format, what the
+    limit broke not counted. kept, read: tokens of the prompt; new: of the reply."""
 
     reason: Literal["end", "limit"]
     reply: Reply
+    faults: tuple[str, ...]
     kept: int
     read: int
     new: int
@@ -146,7 +148,7 @@ class Conversation:
                 ended = parser.done or token in self._stops
                 if ended:
                     break
-            is_over = True
+            is_over, faults = True, parser.reply().faults
             yield from parser.finish()
         finally:
             if not is_over:
@@ -156,7 +158,7 @@ class Conversation:
             if not (is_over and ended):
                 self._leave(calls, "the reply was cut off")
         session, seconds = self._session, perf_counter() - started
-        yield Finished("end" if ended else "limit", reply, session.num_kept, session.num_read, new, seconds)
+        yield Finished("end" if ended else "limit", reply, faults, session.num_kept, session.num_read, new, seconds)
         return calls if ended else []
 
     def _tokens(self, ids: list[int], pictures: Sequence[Images]) -> Iterator[int]:

@@ -92,12 +92,11 @@ class Screen:
 
     def _finish(self, event: Finished) -> None:
         self._finish_line()
-        reply = event.reply
         if event.reason == "limit":
             self.note(f"stopped after {event.new:,} tokens (--max-new-tokens)")
-        if reply.faults:
-            self.note(f"the reply broke the chat format ({len(reply.faults)}): {shorten(reply.faults[0], 200)}")
-        if not reply.complete and reply.faults and not self._has_warned:
+        if event.faults:
+            self.note(f"the reply broke the chat format ({len(event.faults)}): {shorten(event.faults[0], 200)}")
+        if event.faults and not event.reply.complete and not self._has_warned:
             self._has_warned = True
             self.note("(a checkpoint that was only trained on plain text does not know that format)")
         if self.interactive:
