@@ -79,12 +79,11 @@ def attn_res_weights(sources: Sequence[Tensor], query: Tensor, gain: Tensor, eps
 
 def choose_backend(sources: Sequence[Tensor]) -> tuple[str, str]:
     """The backend for these sources and, in words, why."""
-    reason = _obstacle(sources)
-    if reason is None and sources[0].is_cuda:
+    reason = _obstacle(sources) if sources[0].is_cuda else f"the tensors are on {sources[0].device.type}"
+    if reason is None:
         return "triton", "CUDA tensors of a supported shape"
     # Without gradients nothing is saved: the release's own order of operations.
-    name = "one_phase" if torch.is_grad_enabled() else "reference"
-    return name, reason or "the interpreter runs only where it is asked for"
+    return "one_phase" if torch.is_grad_enabled() else "reference", reason
 
 
 def _triton(
