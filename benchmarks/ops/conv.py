@@ -1,6 +1,6 @@
 """The short convolution on one GPU: first right, then fast, beside the bytes that must move.
 
-    PYTHONPATH=. python3 benchmarks/ops/conv.py --out FOLDER [--quick]
+    PYTHONPATH=. python3 benchmarks/ops/conv.py --out FOLDER [--quick] [--no-fla]
 
 The gate compares forward, final tails and gradients with the reference in fp32 and bf16, and two backward passes bit
 for bit. Times are medians of `triton.testing.do_bench`. The floor reads x and writes y once (backward: x, dy, dx) at
@@ -154,6 +154,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("."))
     parser.add_argument("--quick", action="store_true", help="only the blocks that the op would choose by itself")
+    parser.add_argument("--no-fla", action="store_true", help="as in the other benchmarks; fla is not measured here")
     options = parser.parse_args()
     torch.manual_seed(0)
     report: dict[str, Any] = {

@@ -31,7 +31,7 @@ from rille.ops.kda.decode_launch import Spread
 
 HEADS, CACHE = 96, 256 * 2**20
 DECODE_SPREADS = [Spread(8, 4), Spread(4, 4), Spread(4, 8), Spread(4, 8, 168), Spread(8, 8), Spread(16, 4)]
-VERIFY_SPREADS = [Spread(4, 4), Spread(4, 8), Spread(8, 4, 128), Spread(8, 8, 128), Spread(4, 8, 168)]
+VERIFY_SPREADS = [Spread(4, 4), Spread(4, 8), Spread(8, 8, 128)]
 
 
 def make_layer(H: int, K: int, V: int, W: int = 4, bound: float | None = -5.0) -> DecodeLayer:
@@ -52,13 +52,13 @@ def make_pools(layer: DecodeLayer, slots: int, dtype: torch.dtype, tokens: int =
     tails = torch.randn(slots, W - 1, C, device="cuda").to(dtype)
     past = Remembered.new(slots, tokens, layer, dtype) if tokens else None
     if past is not None:
-        for x in (past.qkv, past.z, past.b):
+        for x in (past.qkv, past.z, past.u):
             x.normal_()
     return Pools(states, tails, past)
 
 
 def copy_of(pools: Pools) -> Pools:
-    past = pools.past and Remembered(pools.past.qkv.clone(), pools.past.z.clone(), pools.past.b.clone())
+    past = pools.past and Remembered(pools.past.qkv.clone(), pools.past.z.clone(), pools.past.u.clone())
     return Pools(pools.states.clone(), pools.tails.clone(), past)
 
 
@@ -179,11 +179,15 @@ def layers_for(B: int) -> int:
 
 
 def step_bytes(B: int, tokens: int, replayed: int) -> int:
-    """States and tails in and out, inputs in, outputs out, weights once; a verify also keeps and rereads inputs."""
+    """States and tails in and out, inputs in, outputs out, weights once; a verify also keeps inputs and writes, and
+    rereads k, z and u of what was accepted."""
     C, W, token = 3 * HEADS * 128, 4, 2 * HEADS * (3 * 128 + 128 + 1)
+    kept, replay = HEADS * 128 * (2 * 4 + 4), HEADS * 128 * (2 * 2 + 4)
     weights = 4 * (C * W + HEADS * 128 + 128)
     sequence = 2 * 4 * HEADS * 128 * 128 + 2 * 2 * (W - 1) * C + tokens * (token + 2 * 2 * HEADS * 128)
-    return weights + B * (sequence + (tokens + replayed) * token * bool(replayed))
+    if tokens > 1 and not replayed:
+        sequence -= 4 * HEADS * 128 * 128  # nothing is committed, no state is stored
+    return weights + B * (sequence + replayed * replay + tokens * kept * (tokens > 1))
 
 
 class Bench:

@@ -44,7 +44,7 @@ def make_pools(layer: DecodeLayer, dtype=torch.float32, tokens=4, seed=2) -> Poo
     states.copy_(torch.randn(SLOTS, H, V, K, generator=g) * 0.3)
     tails.copy_(torch.randn(SLOTS, W - 1, C, generator=g))
     past = Remembered.new(SLOTS, tokens, layer, dtype)
-    for x in (past.qkv, past.z, past.b):
+    for x in (past.qkv, past.z, past.u):
         x.fill_(float("nan"))
     return Pools(states, tails, past)
 
@@ -57,10 +57,11 @@ def assert_pools_close(got: Pools, want: Pools, **tolerance) -> None:
     torch.testing.assert_close(got.states, want.states, **tolerance)
     torch.testing.assert_close(got.tails, want.tails, rtol=0, atol=0)
     if got.past is not None and want.past is not None:
-        for name in ("qkv", "z", "b"):
+        for name in ("qkv", "z"):
             torch.testing.assert_close(
                 getattr(got.past, name), getattr(want.past, name), rtol=0, atol=0, equal_nan=True
             )
+        torch.testing.assert_close(got.past.u, want.past.u, equal_nan=True, **tolerance)
 
 
 @pytest.mark.parametrize("lower_bound", [-5.0, None])

@@ -4,10 +4,11 @@
     x~ = silu(conv(qkv))      S <- (I - beta k k^T) diag(alpha) S + beta k v^T      y = RMSNorm(S^T q) w sigmoid(gate)
 
 A rejected draft token must leave no trace in the state, but storing a state for every draft token would cost k times
-the bytes of a step. So verify remembers what is small, the projected inputs, and the next call first replays those that
-were accepted: one read and one write of the state for both.
+the bytes of a step. So verify remembers what is small: the projected inputs, and the vector u that each token wrote.
+The next call first replays those that were accepted: one read and one write of the state for both, and with u at hand
+a replay is two operations an element, S <- S diag(alpha) + u k^T, without a product with the state.
 
-    call n    replay accepted of n-1, store S and conv tail; run k new tokens, remember their inputs, discard their S
+    call n    replay accepted of n-1, store S and conv tail; run k new tokens, remember them, discard their S
 
 Equations: `reference.py`, `conv/reference.py`, `norm/reference.py`; the composition: `decode_reference.py`; kernels:
 `decode_gluon.py` on a GPU, `decode_kernels.py` the twin that the interpreter runs. Replay after Kimi K3 report section
@@ -58,18 +59,24 @@ class DecodeLayer:
 
 @dataclass(frozen=True, eq=False)
 class Remembered:
-    """Inputs of each slot's last verify call: qkv [slots, P, C], z [slots, P, H K], b [slots, P, H], dense."""
+    """Of each slot's last verify call, dense: its inputs qkv [slots, P, C] and z [slots, P, H K], and what each token
+    wrote, u fp32 [slots, P, H V]: beta (v - S k / |k|) / |k|, with k as the convolution left it."""
 
     qkv: Tensor
     z: Tensor
-    b: Tensor
+    u: Tensor
 
     @classmethod
     def new(cls, slots: int, tokens: int, layer: DecodeLayer, dtype: torch.dtype) -> Remembered:
         """Room for `tokens` tokens of each slot; nothing need be cleared."""
-        H, K = layer.gate.dt_bias.shape
-        shapes = [(slots, tokens, n) for n in (layer.conv_weight.shape[0], H * K, H)]
-        return cls(*(torch.empty(shape, dtype=dtype, device=layer.conv_weight.device) for shape in shapes))
+        (H, K), V = layer.gate.dt_bias.shape, layer.norm_weight.shape[0]
+        kinds = (
+            (layer.conv_weight.shape[0], dtype),
+            (H * K, dtype),
+            (H * V, torch.promote_types(dtype, torch.float32)),
+        )
+        device = layer.conv_weight.device
+        return cls(*(torch.empty(slots, tokens, n, dtype=kind, device=device) for n, kind in kinds))
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +122,7 @@ def kda_verify(
 
     inputs [B, T, .] with 1 <= T <= P. accepted int [B], on the inputs' device: how many tokens of the slot's last
     verify call came true, 0 where there was none (clamped to [0, P]). After the call states and tails stand after the
-    accepted tokens, `pools.past` holds the T new inputs. Returns y [B, T, H V]: of every new token what single steps
+    accepted tokens, `pools.past` holds the T new ones. Returns y [B, T, H V]: of every new token what single steps
     would give, bit for bit. A row with a negative slot is idle. Raises as `kda_decode`, and without `pools.past`.
     """
     B, T = inputs.qkv.shape[:2]
@@ -232,11 +239,11 @@ def check_past(layer: DecodeLayer, pools: Pools, accepted_B: Tensor, B: int, T: 
     expected = {
         "past.qkv": (past.qkv, (slots, P, layer.conv_weight.shape[0])),
         "past.z": (past.z, (slots, P, H * K)),
-        "past.b": (past.b, (slots, P, H)),
+        "past.u": (past.u, (slots, P, H * layer.norm_weight.shape[0])),
         "accepted": (accepted_B, (B,)),
     }
-    refuse(expected, {past.qkv.dtype, past.z.dtype, past.b.dtype} == {dtype}, "the inputs and what is remembered")
-    if not all(x.is_contiguous() for x in (past.qkv, past.z, past.b)):
+    refuse(expected, {past.qkv.dtype, past.z.dtype} == {dtype}, "the inputs and what is remembered")
+    if not all(x.is_contiguous() for x in (past.qkv, past.z, past.u)):
         raise ValueError("kda verify: what is remembered must be dense")
 
 

@@ -50,52 +50,87 @@ def sigmoid(x):
 
 
 @gluon.jit
-def unit_rows(smem, T: gl.constexpr, N: gl.constexpr, scale: gl.constexpr):
-    """x <- scale x / sqrt(sum x^2 + 1e-6) for each row of a tile in shared memory; a warp has a row."""
+def load_rows(pointer, channel_N, step: gl.constexpr, count, T: gl.constexpr):
+    """T rows, `step` apart, as a tuple; 0 from row `count` on. A thread has the same channels of every row."""
+    rows = ()
+    for t in gl.static_range(T):
+        here = gl.load(pointer + t * step + channel_N, mask=(channel_N >= 0) & (t < count), other=0.0)
+        rows = rows + (here,)
+    return rows
+
+
+@gluon.jit
+def store_rows(pointer, channel_N, step: gl.constexpr, rows, count, T: gl.constexpr):
+    for t in gl.static_range(T):
+        gl.store(pointer + t * step + channel_N, rows[t], mask=(channel_N >= 0) & (t < count))
+
+
+@gluon.jit
+def stack(rows, T: gl.constexpr, LOG_T: gl.constexpr):
+    """A tuple of T rows [N] as a tile [T, N], without a move: joined by halves, so the first axis made is t's
+    highest bit."""
+    for level in gl.static_range(LOG_T):
+        joined = ()
+        for t in gl.static_range(T >> (level + 1)):
+            joined = joined + (gl.join(rows[t], rows[t + (T >> (level + 1))]),)
+        rows = joined
+    N: gl.constexpr = rows[0].numel // T
+    return rows[0].reshape([N, T]).permute((1, 0))
+
+
+@gluon.jit
+def short_conv(rows, x1_N, x2_N, x3_N, weight_N, W: gl.constexpr, T: gl.constexpr, LOG_T: gl.constexpr):
+    """silu(conv) [T, N] of a tuple of rows whose last inputs before them are x1, x2, x3 (oldest tap first); in fp32,
+    rounded to the rows' dtype."""
+    w0_N = gl.load(weight_N + (W - 1))
+    w1_N = gl.load(weight_N + (W - 2)) if W > 1 else w0_N
+    w2_N = gl.load(weight_N + (W - 3)) if W > 2 else w0_N
+    w3_N = gl.load(weight_N + (W - 4)) if W > 3 else w0_N
+    x1_N, x2_N, x3_N, convolved = x1_N.to(gl.float32), x2_N.to(gl.float32), x3_N.to(gl.float32), ()
+    for t in gl.static_range(T):
+        x0_N = rows[t].to(gl.float32)
+        if W == 1:
+            total_N = x0_N * w0_N
+        if W == 2:
+            total_N = gl.fma(x0_N, w0_N, x1_N * w1_N)
+        if W == 3:
+            total_N = gl.fma(x0_N, w0_N, gl.fma(x1_N, w1_N, x2_N * w2_N))
+        if W == 4:
+            total_N = gl.fma(x0_N, w0_N, gl.fma(x1_N, w1_N, gl.fma(x2_N, w2_N, x3_N * w3_N)))
+        convolved = convolved + ((total_N * sigmoid(total_N)).to(rows[0].dtype).to(gl.float32),)
+        x1_N, x2_N, x3_N = x0_N, x1_N, x2_N
+    return stack(convolved, T, LOG_T)
+
+
+@gluon.jit
+def decays(rows, dt_bias_N, rate, lower_bound, BOUNDED: gl.constexpr, T: gl.constexpr, LOG_T: gl.constexpr):
+    """alpha [T, N] of a tuple of rows of decay logits."""
+    alphas = ()
+    for t in gl.static_range(T):
+        alphas = alphas + (decay(rows[t].to(gl.float32), dt_bias_N, rate, lower_bound, BOUNDED),)
+    return stack(alphas, T, LOG_T)
+
+
+@gluon.jit
+def new_scales(T: gl.constexpr):
+    per_k = gl.allocate_shared_memory(gl.float32, [T, 1], TILE)
+    per_q = gl.allocate_shared_memory(gl.float32, [T, 1], TILE)
+    return per_k, per_q, gl.allocate_shared_memory(gl.float32, [T, 1], TILE)
+
+
+@gluon.jit
+def store_scales(k_smem, q_smem, scales, T: gl.constexpr, K: gl.constexpr):
+    """Of every token 1/|k|, K^-0.5/|q| and the product of both with k.q (epsilon 1e-6 inside the roots), each a column
+    [T, 1] in shared memory; a warp has a token. The vectors themselves stay as they are."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
-    x_TN = smem.load(layout)
-    norm_T = gl.rsqrt(gl.sum(x_TN * x_TN, 1) + 1e-6) * scale
-    smem.store(x_TN * norm_T[:, None])
-
-
-@gluon.jit
-def earlier(x_TN, new, row: gl.constexpr, t_T1, mask, x1_1N, x2_1N, x3_1N, back: gl.constexpr, T: gl.constexpr):
-    """The inputs `back` tokens before those of the tile `x_TN` that was read from `new`. Which row lies before the
-    tile is known to the compiler, because a thread has all rows of its channels."""
-    last_1N = x1_1N if back == 1 else (x2_1N if back == 2 else x3_1N)
-    shifted_TN = x_TN
-    if back < T:
-        shifted_TN = gl.load(new - back * row, mask=mask & (t_T1 >= back), other=0.0)
-    shifted_TN = gl.where(t_T1 == 0, last_1N, shifted_TN)
-    if back > 1:
-        shifted_TN = gl.where(t_T1 == 1, x1_1N if back == 2 else x2_1N, shifted_TN)
-    if back > 2:
-        shifted_TN = gl.where(t_T1 == 2, x1_1N, shifted_TN)
-    return shifted_TN.to(gl.float32)
-
-
-@gluon.jit
-def short_conv(
-    x_TN, new, row: gl.constexpr, t_T1, mask, x1_1N, x2_1N, x3_1N, weight_1N, W: gl.constexpr, T: gl.constexpr
-):  # fmt: skip
-    """silu(conv) of a tile of tokens read from `new`, whose last inputs before it are x1, x2, x3 (oldest tap first);
-    rounded to their dtype, in fp32."""
-    x0_TN, w0_1N = x_TN.to(gl.float32), gl.load(weight_1N + (W - 1))
-    if W == 1:
-        total_TN = x0_TN * w0_1N
-    if W == 2:
-        total_TN = earlier(x_TN, new, row, t_T1, mask, x1_1N, x2_1N, x3_1N, 1, T) * gl.load(weight_1N)
-        total_TN += x0_TN * w0_1N
-    if W == 3:
-        total_TN = earlier(x_TN, new, row, t_T1, mask, x1_1N, x2_1N, x3_1N, 2, T) * gl.load(weight_1N)
-        total_TN += earlier(x_TN, new, row, t_T1, mask, x1_1N, x2_1N, x3_1N, 1, T) * gl.load(weight_1N + 1)
-        total_TN += x0_TN * w0_1N
-    if W == 4:
-        total_TN = earlier(x_TN, new, row, t_T1, mask, x1_1N, x2_1N, x3_1N, 3, T) * gl.load(weight_1N)
-        total_TN += earlier(x_TN, new, row, t_T1, mask, x1_1N, x2_1N, x3_1N, 2, T) * gl.load(weight_1N + 1)
-        total_TN += earlier(x_TN, new, row, t_T1, mask, x1_1N, x2_1N, x3_1N, 1, T) * gl.load(weight_1N + 2)
-        total_TN += x0_TN * w0_1N
-    return (total_TN * sigmoid(total_TN)).to(x_TN.dtype).to(gl.float32)
+    k_TK, q_TK = k_smem.load(layout), q_smem.load(layout)
+    per_k_T = gl.rsqrt(gl.sum(k_TK * k_TK, 1) + 1e-6)
+    per_q_T = gl.rsqrt(gl.sum(q_TK * q_TK, 1) + 1e-6) * (K**-0.5)
+    kq_T = gl.sum(k_TK * q_TK, 1) * per_k_T * per_q_T
+    scales[0].store(per_k_T[:, None])
+    scales[1].store(per_q_T[:, None])
+    scales[2].store(kq_T[:, None])
+    barrier()  # here, or the compiler puts it into the loop over tokens
 
 
 @gluon.jit
@@ -109,69 +144,89 @@ def decay(z, dt_bias, rate, lower_bound, BOUNDED: gl.constexpr):
 
 
 @gluon.jit
-def advance(S_VK, k_K, v_V, alpha_K, beta):
-    """One token: S <- S diag(alpha), then S <- S + beta (v - S k) k^T."""
-    S_VK = S_VK * alpha_K[None, :]
-    u_V = beta * (v_V - gl.sum(S_VK * k_K[None, :], 1))
-    return S_VK + u_V[:, None] * k_K[None, :]
+def write(S_VK, alpha_K, u_V, k_K):
+    """S <- S diag(alpha) + u k^T, in one rounding for the product and sum: a replay is bit for bit the first pass."""
+    return gl.fma(u_V[:, None], k_K[None, :], S_VK * alpha_K[None, :])
 
 
 @gluon.jit
-def finish(o_smem, gate, y, norm_weight, eps, tokens, T: gl.constexpr, V: gl.constexpr, row: gl.constexpr):
-    """y = RMSNorm(o) * weight * sigmoid(gate) for every token; gate and y point at this head's first channel."""
+def dot(S_VK, x_K, V: gl.constexpr, K: gl.constexpr):
+    """S x. A row's products are added in an order that no layout of 4 or 8 lanes a row changes: eight sums, of every
+    eighth group of four channels each, then those by halves."""
+    parts: gl.constexpr = min(8, K // 4)
+    layout: gl.constexpr = gl.SliceLayout(1, S_VK.type.layout)
+    product = (S_VK * x_K[None, :]).reshape([V, K // (4 * parts), parts, 4]).permute((0, 2, 1, 3))
+    sums = gl.sum(product.reshape([V, parts, K // parts]), 2)
+    return gl.convert_layout(gl.sum(sums, 1), layout, assert_trivial=True)
+
+
+@gluon.jit
+def advance(S_VK, alpha_K, k_K, q_K, v_V, beta, per_k, per_q, kq, V: gl.constexpr, K: gl.constexpr):
+    """One token: S, what it wrote (u), and o. Both products read the decayed state, so they do not wait for each
+    other: o = S q = S' q + u (k.q)."""
+    S_VK = S_VK * alpha_K[None, :]
+    error_V = v_V - dot(S_VK, k_K, V, K) * per_k
+    read_V = dot(S_VK, q_K, V, K) * per_q
+    error_V = beta * error_V
+    u_V = error_V * per_k
+    return gl.fma(u_V[:, None], k_K[None, :], S_VK), u_V, gl.fma(error_V, kq, read_V)
+
+
+@gluon.jit
+def outputs_of(tokens, T: gl.constexpr, V: gl.constexpr, row: gl.constexpr):
+    """Where a warp has a token: offsets [T, V], which of them exist, and the channels [V]."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
     t_T1 = gl.arange(0, T, layout=gl.SliceLayout(1, layout))[:, None]
     v_V = gl.arange(0, V, layout=gl.SliceLayout(0, layout))
-    offsets, mask = t_T1 * row + v_V[None, :], t_T1 < tokens
-    gate_TV = gl.load(gate + offsets, mask=mask, other=0.0).to(gl.float32)
-    weight_V = gl.load(norm_weight + v_V)
-    o_TV = o_smem.load(layout)
+    return t_T1 * row + v_V[None, :], (t_T1 < tokens) & (v_V >= 0)[None, :], v_V
+
+
+@gluon.jit
+def gated_norm(o_TV, gate_TV, weight_V, eps, V: gl.constexpr):
+    """RMSNorm(o) * weight * sigmoid(gate)."""
     scale_T = gl.rsqrt(gl.sum(o_TV * o_TV, 1) / V + eps)
-    y_TV = o_TV * scale_T[:, None] * weight_V[None, :] * sigmoid(gate_TV)
-    gl.store(y + offsets, y_TV.to(y.dtype.element_ty), mask=mask)
+    return o_TV * scale_T[:, None] * weight_V[None, :] * sigmoid(gate_TV.to(gl.float32))
 
 
 @gluon.jit
 def clear(y, tokens, T: gl.constexpr, V: gl.constexpr, row: gl.constexpr):
     """A row without a sequence reads as 0."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
-    t_T1 = gl.arange(0, T, layout=gl.SliceLayout(1, layout))[:, None]
-    v_V = gl.arange(0, V, layout=gl.SliceLayout(0, layout))
-    gl.store(y + t_T1 * row + v_V[None, :], gl.full([T, V], 0.0, y.dtype.element_ty, layout), mask=t_T1 < tokens)
+    offsets, here, _ = outputs_of(tokens, T, V, row)
+    gl.store(y + offsets, (offsets * 0).to(y.dtype.element_ty), mask=here)
 
 
 @gluon.jit
-def load_tail(tail, channel_1N, W: gl.constexpr, C: gl.constexpr):
+def load_tail(tail, channel_N, W: gl.constexpr, C: gl.constexpr):
     """The inputs one, two and three tokens ago; absent ones repeat the one before and are never used."""
-    x1_1N = gl.load(tail + (W - 2) * C + channel_1N) if W > 1 else channel_1N
-    x2_1N = gl.load(tail + (W - 3) * C + channel_1N) if W > 2 else x1_1N
-    x3_1N = gl.load(tail + (W - 4) * C + channel_1N) if W > 3 else x2_1N
-    return x1_1N, x2_1N, x3_1N
+    x1_N = gl.load(tail + (W - 2) * C + channel_N) if W > 1 else channel_N
+    x2_N = gl.load(tail + (W - 3) * C + channel_N) if W > 2 else x1_N
+    x3_N = gl.load(tail + (W - 4) * C + channel_N) if W > 3 else x2_N
+    return x1_N, x2_N, x3_N
 
 
 @gluon.jit
-def store_tail(tail, channel_1N, x1_1N, x2_1N, x3_1N, W: gl.constexpr, C: gl.constexpr):
+def store_tail(tail, channel_N, x1_N, x2_N, x3_N, W: gl.constexpr, C: gl.constexpr):
     if W > 1:
-        gl.store(tail + (W - 2) * C + channel_1N, x1_1N)
+        gl.store(tail + (W - 2) * C + channel_N, x1_N)
     if W > 2:
-        gl.store(tail + (W - 3) * C + channel_1N, x2_1N)
+        gl.store(tail + (W - 3) * C + channel_N, x2_N)
     if W > 3:
-        gl.store(tail + (W - 4) * C + channel_1N, x3_1N)
+        gl.store(tail + (W - 4) * C + channel_N, x3_N)
 
 
 @gluon.jit
-def past_row(past, tail, index, channel_1N, W: gl.constexpr, C: gl.constexpr):
+def past_row(past, tail, index, channel_N, W: gl.constexpr, C: gl.constexpr):
     """An input of the committed past: row `index` of what was remembered, below 0 a row of the tail."""
-    return gl.load(gl.where(index >= 0, past + index * C, tail + (index + (W - 1)) * C) + channel_1N)
+    return gl.load(gl.where(index >= 0, past + index * C, tail + (index + (W - 1)) * C) + channel_N)
 
 
 @gluon.jit
-def load_past(past, tail, count, channel_1N, W: gl.constexpr, C: gl.constexpr):
+def load_past(past, tail, count, channel_N, W: gl.constexpr, C: gl.constexpr):
     """As `load_tail`, `count` tokens later."""
-    x1_1N = past_row(past, tail, count - 1, channel_1N, W, C) if W > 1 else channel_1N
-    x2_1N = past_row(past, tail, count - 2, channel_1N, W, C) if W > 2 else x1_1N
-    x3_1N = past_row(past, tail, count - 3, channel_1N, W, C) if W > 3 else x2_1N
-    return x1_1N, x2_1N, x3_1N
+    x1_N = past_row(past, tail, count - 1, channel_N, W, C) if W > 1 else channel_N
+    x2_N = past_row(past, tail, count - 2, channel_N, W, C) if W > 2 else x1_N
+    x3_N = past_row(past, tail, count - 3, channel_N, W, C) if W > 3 else x2_N
+    return x1_N, x2_N, x3_N
 
 
 @gluon.jit
@@ -184,7 +239,6 @@ def decode(
     HK: gl.constexpr = H * K
     HV: gl.constexpr = H * V
     C: gl.constexpr = 2 * HK + HV
-    dtype: gl.constexpr = qkv.dtype.element_ty
     head, row = gl.program_id(0), gl.program_id(1).to(gl.int64)
     slot = gl.load(slots + row).to(gl.int64)
     y += row * HV + head * V
@@ -192,146 +246,155 @@ def decode(
         clear(y, 1, 1, V, HV)
         return
 
-    S_layout: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
+    rows: gl.constexpr = max(1, V * LANES // (32 * gl.num_warps()))
+    S_layout: gl.constexpr = gl.BlockedLayout([rows, 4], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
     over_K: gl.constexpr = gl.SliceLayout(0, S_layout)
     over_V: gl.constexpr = gl.SliceLayout(1, S_layout)
     state = states + slot * state_slot + head * (V * K)
     state_VK = state + gl.arange(0, V, layout=over_V)[:, None] * K + gl.arange(0, K, layout=over_K)[None, :]
     S_VK = gl.load(state_VK)
 
-    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, gl.num_warps()], [1, 0])
-    t_11 = gl.arange(0, 1, layout=gl.SliceLayout(1, layout))[:, None]
-    q_1K = head * K + gl.arange(0, K, layout=gl.SliceLayout(0, layout))[None, :]
-    k_1K = HK + q_1K
-    v_1V = 2 * HK + head * V + gl.arange(0, V, layout=gl.SliceLayout(0, layout))[None, :]
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    q_K = head * K + gl.arange(0, K, layout=line)
+    k_K = HK + q_K
+    v_V = 2 * HK + head * V + gl.arange(0, V, layout=line)
     tail, qkv = tails + slot * tail_slot, qkv + row * qkv_row
-    xq_1K, xk_1K, xv_1V = gl.load(qkv + q_1K), gl.load(qkv + k_1K), gl.load(qkv + v_1V)
-    q1, q2, q3 = load_tail(tail, q_1K, W, C)
-    k1, k2, k3 = load_tail(tail, k_1K, W, C)
-    v1, v2, v3 = load_tail(tail, v_1V, W, C)
-    z_1K = gl.load(z + row * z_row + q_1K).to(gl.float32)
-    alpha_1K = decay(z_1K, gl.load(dt_bias + q_1K), gl.exp(gl.load(A_log + head)), lower_bound, BOUNDED)
+    xq, xk, xv = load_rows(qkv, q_K, C, 1, 1), load_rows(qkv, k_K, C, 1, 1), load_rows(qkv, v_V, C, 1, 1)
+    z_rows = load_rows(z + row * z_row, q_K, HK, 1, 1)
+    q1, q2, q3 = load_tail(tail, q_K, W, C)
+    k1, k2, k3 = load_tail(tail, k_K, W, C)
+    v1, v2, v3 = load_tail(tail, v_V, W, C)
     beta = sigmoid(gl.load(b + row * b_row + head).to(gl.float32))
+    rate = gl.exp(gl.load(A_log + head))
+    offsets, here, norm_V = outputs_of(1, 1, V, HV)
+    gate_1V, weight_V = gl.load(gate + row * gate_row + head * V + offsets, mask=here), gl.load(norm_weight + norm_V)
 
-    y_1K = short_conv(xq_1K, qkv, C, t_11, t_11 >= 0, q1, q2, q3, conv_weight + q_1K * W, W, 1)
-    q_smem = gl.allocate_shared_memory(gl.float32, [1, K], TILE, y_1K)
-    y_1K = short_conv(xk_1K, qkv, C, t_11, t_11 >= 0, k1, k2, k3, conv_weight + k_1K * W, W, 1)
-    k_smem = gl.allocate_shared_memory(gl.float32, [1, K], TILE, y_1K)
-    y_1V = short_conv(xv_1V, qkv, C, t_11, t_11 >= 0, v1, v2, v3, conv_weight + v_1V * W, W, 1)
-    v_smem = gl.allocate_shared_memory(gl.float32, [1, V], TILE, y_1V)
-    alpha_smem = gl.allocate_shared_memory(gl.float32, [1, K], TILE, alpha_1K)
-    store_tail(tail, q_1K, xq_1K, q1, q2, W, C)
-    store_tail(tail, k_1K, xk_1K, k1, k2, W, C)
-    store_tail(tail, v_1V, xv_1V, v1, v2, W, C)
-    unit_rows(q_smem, 1, K, K**-0.5)
-    unit_rows(k_smem, 1, K, 1.0)
+    q_smem = gl.allocate_shared_memory(
+        gl.float32, [1, K], TILE, short_conv(xq, q1, q2, q3, conv_weight + q_K * W, W, 1, 0)
+    )
+    k_smem = gl.allocate_shared_memory(
+        gl.float32, [1, K], TILE, short_conv(xk, k1, k2, k3, conv_weight + k_K * W, W, 1, 0)
+    )
+    v_smem = gl.allocate_shared_memory(
+        gl.float32, [1, V], TILE, short_conv(xv, v1, v2, v3, conv_weight + v_V * W, W, 1, 0)
+    )
+    alpha_smem = gl.allocate_shared_memory(
+        gl.float32, [1, K], TILE, decays(z_rows, gl.load(dt_bias + q_K), rate, lower_bound, BOUNDED, 1, 0)
+    )
+    barrier()  # a tail is read before it is written
+    store_tail(tail, q_K, xq[0], q1, q2, W, C)
+    store_tail(tail, k_K, xk[0], k1, k2, W, C)
+    store_tail(tail, v_V, xv[0], v1, v2, W, C)
+    scales = new_scales(1)
+    store_scales(k_smem, q_smem, scales, 1, K)
 
-    S_VK = advance(S_VK, row_of(k_smem, 0, over_K), row_of(v_smem, 0, over_V), row_of(alpha_smem, 0, over_K), beta)
+    S_VK, _, o_V = advance(
+        S_VK, row_of(alpha_smem, 0, over_K), row_of(k_smem, 0, over_K), row_of(q_smem, 0, over_K),
+        row_of(v_smem, 0, over_V), beta, row_of(scales[0], 0, over_V), row_of(scales[1], 0, over_V),
+        row_of(scales[2], 0, over_V), V, K,
+    )  # fmt: skip
     gl.store(state_VK, S_VK)
-    o_V = gl.sum(S_VK * row_of(q_smem, 0, over_K)[None, :], 1)
     o_smem = gl.allocate_shared_memory(gl.float32, [1, V], TILE)
-    as_rows(o_smem).index(0).store(o_V.to(dtype).to(gl.float32))
-    finish(o_smem, gate + row * gate_row + head * V, y, norm_weight, eps, 1, 1, V, HV)
+    as_rows(o_smem).index(0).store(o_V.to(y.dtype.element_ty).to(gl.float32))
+    y_1V = gated_norm(o_smem.load(gate_1V.type.layout), gate_1V, weight_V, eps, V)
+    gl.store(y + offsets, y_1V.to(y.dtype.element_ty), mask=here)
 
 
 @gluon.jit
 def verify(
-    qkv, z, b, gate, y, past_qkv, past_z, past_b, accepted, conv_weight, A_log, dt_bias, norm_weight,
+    qkv, z, b, gate, y, past_qkv, past_z, past_u, accepted, conv_weight, A_log, dt_bias, norm_weight,
     tails, states, slots, lower_bound, eps, tokens, past_tokens, qkv_row, z_row, b_row, gate_row, tail_slot, state_slot,
     H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, W: gl.constexpr, BOUNDED: gl.constexpr, LANES: gl.constexpr,
-    T: gl.constexpr, P: gl.constexpr,
+    T: gl.constexpr, P: gl.constexpr, LOG_T: gl.constexpr, LOG_P: gl.constexpr,
 ):  # fmt: skip
-    """Grid (H, B). Commit, then try, as in the twin. T and P: powers of two that hold `tokens` and `past_tokens`."""
+    """Grid (H, B). Commit, then try, as in the twin. T = 2^LOG_T and P = 2^LOG_P hold `tokens` and `past_tokens`."""
     HK: gl.constexpr = H * K
     HV: gl.constexpr = H * V
     C: gl.constexpr = 2 * HK + HV
-    dtype: gl.constexpr = qkv.dtype.element_ty
     head, row = gl.program_id(0), gl.program_id(1).to(gl.int64)
+    count = gl.load(accepted + row).to(gl.int32)
     slot = gl.load(slots + row).to(gl.int64)
     y += row * tokens * HV + head * V
     if slot < 0:
         clear(y, tokens, T, V, HV)
         return
 
-    S_layout: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
+    # Everything small is asked for first: it is needed first.
+    count = gl.minimum(gl.maximum(count, 0), past_tokens)
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    q_K = head * K + gl.arange(0, K, layout=line)
+    k_K = HK + q_K
+    v_V = 2 * HK + head * V + gl.arange(0, V, layout=line)
+    tail, past_qkv = tails + slot * tail_slot, past_qkv + slot * past_tokens * C
+    past_z, past_u = past_z + slot * past_tokens * HK, past_u + slot * past_tokens * HV + head * V
+    qkv, z, b = qkv + row * qkv_row, z + row * z_row, b + row * b_row + head
+    old_k, old_z = load_rows(past_qkv, k_K, C, count, P), load_rows(past_z, q_K, HK, count, P)
+    old_u = load_rows(past_u, gl.arange(0, V, layout=line), HV, count, P)
+    old1, old2, old3 = load_tail(tail, k_K, W, C)
+    xk, xv = load_rows(qkv, k_K, C, tokens, T), load_rows(qkv, v_V, C, tokens, T)
+    xq, z_rows = load_rows(qkv, q_K, C, tokens, T), load_rows(z, q_K, HK, tokens, T)
+    k1, k2, k3 = load_past(past_qkv, tail, count, k_K, W, C)
+    v1, v2, v3 = load_past(past_qkv, tail, count, v_V, W, C)
+    q1, q2, q3 = load_past(past_qkv, tail, count, q_K, W, C)
+    T_layout: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [gl.num_warps(), 1], [1, 0])
+    t_T1 = gl.arange(0, T, layout=gl.SliceLayout(1, T_layout))[:, None]
+    b_T1 = gl.load(b + t_T1 * H, mask=t_T1 < tokens, other=0.0).to(gl.float32)
+    rate, dt_bias_K = gl.exp(gl.load(A_log + head)), gl.load(dt_bias + q_K)
+
+    rows: gl.constexpr = max(1, V * LANES // (32 * gl.num_warps()))
+    S_layout: gl.constexpr = gl.BlockedLayout([rows, 4], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
     over_K: gl.constexpr = gl.SliceLayout(0, S_layout)
     over_V: gl.constexpr = gl.SliceLayout(1, S_layout)
-    state = states + slot * state_slot + head * (V * K)
-    state_VK = state + gl.arange(0, V, layout=over_V)[:, None] * K + gl.arange(0, K, layout=over_K)[None, :]
+    row_V = gl.arange(0, V, layout=over_V)
+    state_VK = states + slot * state_slot + head * (V * K) + row_V[:, None] * K
+    state_VK += gl.arange(0, K, layout=over_K)[None, :]
     S_VK = gl.load(state_VK)
 
-    # What was remembered, as far as it was accepted.
-    count = gl.minimum(gl.maximum(gl.load(accepted + row).to(gl.int32), 0), past_tokens)
-    P_layout: gl.constexpr = gl.BlockedLayout([P, 1], [1, 32], [1, gl.num_warps()], [1, 0])
-    p_P1 = gl.arange(0, P, layout=gl.SliceLayout(1, P_layout))[:, None]
-    q_1K = head * K + gl.arange(0, K, layout=gl.SliceLayout(0, P_layout))[None, :]
-    k_1K = HK + q_1K
-    v_1V = 2 * HK + head * V + gl.arange(0, V, layout=gl.SliceLayout(0, P_layout))[None, :]
-    tail, past_qkv = tails + slot * tail_slot, past_qkv + slot * past_tokens * C
-    past_z, past_b = past_z + slot * past_tokens * HK, past_b + slot * past_tokens * H + head
-    rate = gl.exp(gl.load(A_log + head))
-    used = p_P1 < count
-    k_PK, v_PV = past_qkv + p_P1 * C + k_1K, past_qkv + p_P1 * C + v_1V
-    x_PK, x_PV = gl.load(k_PK, mask=used, other=0.0), gl.load(v_PV, mask=used, other=0.0)
-    z_PK = gl.load(past_z + p_P1 * HK + q_1K, mask=used, other=0.0).to(gl.float32)
-    x1, x2, x3 = load_tail(tail, k_1K, W, C)
-    y_PK = short_conv(x_PK, k_PK, C, p_P1, used, x1, x2, x3, conv_weight + k_1K * W, W, P)
-    x1, x2, x3 = load_tail(tail, v_1V, W, C)
-    y_PV = short_conv(x_PV, v_PV, C, p_P1, used, x1, x2, x3, conv_weight + v_1V * W, W, P)
-    k_past = gl.allocate_shared_memory(gl.float32, [P, K], TILE, y_PK)
-    v_past = gl.allocate_shared_memory(gl.float32, [P, V], TILE, y_PV)
-    z_PK = decay(z_PK, gl.load(dt_bias + q_1K), rate, lower_bound, BOUNDED)
-    alpha_past = gl.allocate_shared_memory(gl.float32, [P, K], TILE, z_PK)
-
-    # The new tokens: their convolution reaches back into the accepted ones and the tail.
-    T_layout: gl.constexpr = gl.BlockedLayout([T, 1], [1, 32], [1, gl.num_warps()], [1, 0])
-    t_T1 = gl.arange(0, T, layout=gl.SliceLayout(1, T_layout))[:, None]
-    Q_1K = head * K + gl.arange(0, K, layout=gl.SliceLayout(0, T_layout))[None, :]
-    K_1K = HK + Q_1K
-    V_1V = 2 * HK + head * V + gl.arange(0, V, layout=gl.SliceLayout(0, T_layout))[None, :]
-    used = t_T1 < tokens
-    qkv, z, b = qkv + row * qkv_row + t_T1 * C, z + row * z_row + t_T1 * HK, b + row * b_row + head
-    xq_TK = gl.load(qkv + Q_1K, mask=used, other=0.0)
-    xk_TK = gl.load(qkv + K_1K, mask=used, other=0.0)
-    xv_TV = gl.load(qkv + V_1V, mask=used, other=0.0)
-    z_TK = gl.load(z + Q_1K, mask=used, other=0.0)
-    q1, q2, q3 = load_past(past_qkv, tail, count, Q_1K, W, C)
-    k1, k2, k3 = load_past(past_qkv, tail, count, K_1K, W, C)
-    v1, v2, v3 = load_past(past_qkv, tail, count, V_1V, W, C)
     barrier()  # tail and remembered inputs are read before they are written
     if count > 0:
-        store_tail(tail, Q_1K, q1, q2, q3, W, C)
-        store_tail(tail, K_1K, k1, k2, k3, W, C)
-        store_tail(tail, V_1V, v1, v2, v3, W, C)
-    gl.store(past_qkv + t_T1 * C + Q_1K, xq_TK, mask=used)
-    gl.store(past_qkv + t_T1 * C + K_1K, xk_TK, mask=used)
-    gl.store(past_qkv + t_T1 * C + V_1V, xv_TV, mask=used)
-    gl.store(past_z + t_T1 * HK + Q_1K, z_TK, mask=used)
-    y_TK = short_conv(xk_TK, qkv + K_1K, C, t_T1, used, k1, k2, k3, conv_weight + K_1K * W, W, T)
-    k_smem = gl.allocate_shared_memory(gl.float32, [T, K], TILE, y_TK)
-    y_TV = short_conv(xv_TV, qkv + V_1V, C, t_T1, used, v1, v2, v3, conv_weight + V_1V * W, W, T)
-    v_smem = gl.allocate_shared_memory(gl.float32, [T, V], TILE, y_TV)
-    y_TK = short_conv(xq_TK, qkv + Q_1K, C, t_T1, used, q1, q2, q3, conv_weight + Q_1K * W, W, T)
-    q_smem = gl.allocate_shared_memory(gl.float32, [T, K], TILE, y_TK)
-    a_TK = decay(z_TK.to(gl.float32), gl.load(dt_bias + Q_1K), rate, lower_bound, BOUNDED)
-    alpha_smem = gl.allocate_shared_memory(gl.float32, [T, K], TILE, a_TK)
-    unit_rows(k_past, P, K, 1.0)
-    unit_rows(k_smem, T, K, 1.0)
-    unit_rows(q_smem, T, K, K**-0.5)
+        store_tail(tail, q_K, q1, q2, q3, W, C)
+        store_tail(tail, k_K, k1, k2, k3, W, C)
+        store_tail(tail, v_V, v1, v2, v3, W, C)
+    store_rows(past_qkv, k_K, C, xk, tokens, T)
+    store_rows(past_qkv, v_V, C, xv, tokens, T)
+    store_rows(past_qkv, q_K, C, xq, tokens, T)
+    store_rows(past_z, q_K, HK, z_rows, tokens, T)
+    k_past = gl.allocate_shared_memory(gl.float32, [P, K], TILE)
+    alpha_past = gl.allocate_shared_memory(gl.float32, [P, K], TILE)
+    u_past = gl.allocate_shared_memory(gl.float32, [P, V], TILE)
+    if count > 0:
+        k_past.store(short_conv(old_k, old1, old2, old3, conv_weight + k_K * W, W, P, LOG_P))
+        alpha_past.store(decays(old_z, dt_bias_K, rate, lower_bound, BOUNDED, P, LOG_P))
+        u_past.store(stack(old_u, P, LOG_P))
+    k_TK = short_conv(xk, k1, k2, k3, conv_weight + k_K * W, W, T, LOG_T)
+    k_smem = gl.allocate_shared_memory(gl.float32, [T, K], TILE, k_TK)
+    v_TV = short_conv(xv, v1, v2, v3, conv_weight + v_V * W, W, T, LOG_T)
+    v_smem = gl.allocate_shared_memory(gl.float32, [T, V], TILE, v_TV)
+    q_TK = short_conv(xq, q1, q2, q3, conv_weight + q_K * W, W, T, LOG_T)
+    q_smem = gl.allocate_shared_memory(gl.float32, [T, K], TILE, q_TK)
+    alpha_TK = decays(z_rows, dt_bias_K, rate, lower_bound, BOUNDED, T, LOG_T)
+    alpha_smem = gl.allocate_shared_memory(gl.float32, [T, K], TILE, alpha_TK)
+    beta_smem = gl.allocate_shared_memory(gl.float32, [T, 1], TILE, sigmoid(b_T1))
+    scales = new_scales(T)
+    store_scales(k_smem, q_smem, scales, T, K)
 
+    offsets, here, norm_V = outputs_of(tokens, T, V, HV)
+    gate_TV = gl.load(gate + row * gate_row + head * V + offsets, mask=here, other=0.0)
+    weight_V = gl.load(norm_weight + norm_V)
     for t in range(count):
-        beta = sigmoid(gl.load(past_b + t * H).to(gl.float32))
-        k_K, alpha_K = row_of(k_past, t, over_K), row_of(alpha_past, t, over_K)
-        S_VK = advance(S_VK, k_K, row_of(v_past, t, over_V), alpha_K, beta)
+        S_VK = write(S_VK, row_of(alpha_past, t, over_K), row_of(u_past, t, over_V), row_of(k_past, t, over_K))
     if count > 0:
         gl.store(state_VK, S_VK)
-    barrier()  # the same for past_b, which the loop above read
-    o_smem = gl.allocate_shared_memory(gl.float32, [T, V], TILE)
     for t in range(tokens):
-        b_t = gl.load(b + t * H)
-        gl.store(past_b + t * H, b_t)
-        k_K, alpha_K = row_of(k_smem, t, over_K), row_of(alpha_smem, t, over_K)
-        S_VK = advance(S_VK, k_K, row_of(v_smem, t, over_V), alpha_K, sigmoid(b_t.to(gl.float32)))
-        o_V = gl.sum(S_VK * row_of(q_smem, t, over_K)[None, :], 1)
-        as_rows(o_smem).index(t).store(o_V.to(dtype).to(gl.float32))
-    finish(o_smem, gate + row * gate_row + head * V, y, norm_weight, eps, tokens, T, V, HV)
+        S_VK, u_V, o_V = advance(
+            S_VK, row_of(alpha_smem, t, over_K), row_of(k_smem, t, over_K), row_of(q_smem, t, over_K),
+            row_of(v_smem, t, over_V), row_of(beta_smem, t, over_V), row_of(scales[0], t, over_V),
+            row_of(scales[1], t, over_V), row_of(scales[2], t, over_V), V, K,
+        )  # fmt: skip
+        gl.store(past_u + t * HV + row_V, u_V)
+        gl.store(y + t * HV + row_V, o_V.to(y.dtype.element_ty))
+    barrier()  # o stands in y: what other warps wrote there is read now, and overwritten when all have read
+    o_TV = gl.load(y + offsets, mask=here, other=0.0).to(gl.float32)
+    y_TV = gated_norm(o_TV, gate_TV, weight_V, eps, V)
+    barrier()
+    gl.store(y + offsets, y_TV.to(y.dtype.element_ty), mask=here)

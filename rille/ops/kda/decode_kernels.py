@@ -1,7 +1,7 @@
 """The decode and verify kernels in Triton: one program is one head of one sequence and holds its whole state.
 
     x~ = silu(conv(x));  k, q normalised;  alpha = exp(g);  beta = sigmoid(b)
-    S <- S diag(alpha);  u = v - S k;  S <- S + beta u k^T;  o = S q          (S is [V, K], value-first)
+    S <- S diag(alpha);  u = beta (v - S k);  o = S q + u (k.q);  S <- S + u k^T       (S is [V, K], value-first)
     y  = RMSNorm(o) * weight * sigmoid(gate)
 
 The equations are those of `reference.py`, `conv/reference.py` and `norm/reference.py`, with the same roundings: q, k, v
@@ -11,7 +11,8 @@ A step is bound by the state: 64 KB in and out of a program at K = V = 128, so i
 work waits behind them. These kernels are what the interpreter tests and what runs where Gluon does not; the card runs
 `decode_gluon.py`, the same steps with layouts chosen by hand.
 
-Both kernels go through `advance` and `read`, so verifying k tokens equals k single steps.
+What a token wrote, u, is all that its replay needs besides k and alpha: two operations an element and no sums. Both
+kernels go through `advance` and every write through `write`, so verifying k tokens equals k single steps bit for bit.
 
 Suffixes: B rows of the batch, T tokens of a row, H heads, K key channels, V value channels, C = 2HK + HV channels of
 the convolution, W taps. x1, x2, x3: the input one, two, three tokens ago.
@@ -67,8 +68,10 @@ def convolve(x, x1, x2, x3, w, W: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def normalise(x):
-    return x * tl.rsqrt(tl.sum(x * x, 0) + 1e-6)
+def scales(k, q, K: tl.constexpr):
+    """1/|k|, K^-0.5/|q|, and the product of both with k.q; the vectors themselves stay as they are."""
+    per_k, per_q = tl.rsqrt(tl.sum(k * k, 0) + 1e-6), tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * (K**-0.5)
+    return per_k, per_q, tl.sum(k * q, 0) * per_k * per_q
 
 
 @triton.jit
@@ -82,16 +85,20 @@ def decay(z, dt_bias, rate, lower_bound, BOUNDED: tl.constexpr):
 
 
 @triton.jit
-def advance(S_VK, k_K, v_V, alpha_K, beta):
-    """One token: S <- S diag(alpha), then S <- S + beta (v - S k) k^T."""
-    S_VK = S_VK * alpha_K[None, :]
-    u_V = beta * (v_V - tl.sum(S_VK * k_K[None, :], 1))
-    return S_VK + u_V[:, None] * k_K[None, :]
+def write(S_VK, alpha_K, u_V, k_K):
+    """S <- S diag(alpha) + u k^T."""
+    return S_VK * alpha_K[None, :] + u_V[:, None] * k_K[None, :]
 
 
 @triton.jit
-def read(S_VK, q_K):
-    return tl.sum(S_VK * q_K[None, :], 1)
+def advance(S_VK, alpha_K, k_K, q_K, v_V, beta, K: tl.constexpr):
+    """One token: S, what it wrote (u, over |k|), and o; both products read the decayed state."""
+    per_k, per_q, kq = scales(k_K, q_K, K)
+    S_VK = S_VK * alpha_K[None, :]
+    error_V = beta * (v_V - tl.sum(S_VK * k_K[None, :], 1) * per_k)
+    u_V = error_V * per_k
+    o_V = tl.sum(S_VK * q_K[None, :], 1) * per_q + error_V * kq
+    return S_VK + u_V[:, None] * k_K[None, :], u_V, o_V
 
 
 @triton.jit
@@ -141,22 +148,21 @@ def decode(
     store_tail(tail, H * K + channel, x_k, k1, k2, C, W)
     store_tail(tail, 2 * H * K + v_channel, x_v, v1, v2, C, W)
 
-    S_VK = advance(S_VK, normalise(k), v_V, alpha, beta)
+    S_VK, _, o_V = advance(S_VK, alpha, k, q, v_V, beta, K)
     tl.store(state, S_VK)
-    o_V = read(S_VK, normalise(q) * (K**-0.5)).to(dtype).to(tl.float32)
-    y_V = gated_norm(o_V, gate_V, weight_V, eps, V)
+    y_V = gated_norm(o_V.to(dtype).to(tl.float32), gate_V, weight_V, eps, V)
     tl.store(y + row * (H * V) + v_channel, y_V.to(y.dtype.element_ty))
 
 
 @triton.jit
 def verify(
-    qkv, z, b, gate, y, past_qkv, past_z, past_b, accepted, conv_weight, A_log, dt_bias, norm_weight,
+    qkv, z, b, gate, y, past_qkv, past_z, past_u, accepted, conv_weight, A_log, dt_bias, norm_weight,
     tails, states, slots, lower_bound, eps, tokens, past_tokens, qkv_row, z_row, b_row, gate_row, tail_slot, state_slot,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (H, B). Commit, then try: replay the accepted inputs remembered from the last call and store the state
-    and the tail they lead to; then run `tokens` new ones from there, whose inputs are remembered and whose state is not
-    stored. Inputs are [B, T, .] with dense tokens inside a row; past_* are [slots, past_tokens, .], dense."""
+    """Grid (H, B). Commit, then try: replay the accepted tokens remembered from the last call and store the state
+    and the tail they lead to; then run `tokens` new ones from there, whose inputs and writes u are remembered and whose
+    state is not stored. Inputs are [B, T, .] with dense tokens inside a row; past_* are dense."""
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     v_channel = head * V + tl.arange(0, V)
@@ -181,17 +187,15 @@ def verify(
     rate, dt_bias_K = tl.exp(tl.load(A_log + head)), tl.load(dt_bias + channel)
 
     past_qkv, past_z = past_qkv + slot * past_tokens * C, past_z + slot * past_tokens * (H * K) + channel
-    past_b = past_b + slot * past_tokens * H + head
+    past_u = past_u + slot * past_tokens * (H * V) + v_channel
     count = tl.minimum(tl.maximum(tl.load(accepted + row).to(tl.int32), 0), past_tokens)
     for t in range(count):
         x_q = tl.load(past_qkv + t * C + channel).to(tl.float32)
         x_k = tl.load(past_qkv + t * C + H * K + channel).to(tl.float32)
         x_v = tl.load(past_qkv + t * C + 2 * H * K + v_channel).to(tl.float32)
         alpha = decay(tl.load(past_z + t * (H * K)).to(tl.float32), dt_bias_K, rate, lower_bound, BOUNDED)
-        beta = tl.sigmoid(tl.load(past_b + t * H).to(tl.float32))
         k = convolve(x_k, k1, k2, k3, wk, W, dtype)
-        v_V = convolve(x_v, v1, v2, v3, wv, W, dtype)
-        S_VK = advance(S_VK, normalise(k), v_V, alpha, beta)
+        S_VK = write(S_VK, alpha, tl.load(past_u + t * (H * V)), k)
         q1, q2, q3, k1, k2, k3, v1, v2, v3 = x_q, q1, q2, x_k, k1, k2, x_v, v1, v2
     tl.debug_barrier()  # what was remembered and the tail are read before they are written
     if count > 0:
@@ -211,15 +215,15 @@ def verify(
         tl.store(past_qkv + t * C + H * K + channel, x_k)
         tl.store(past_qkv + t * C + 2 * H * K + v_channel, x_v)
         tl.store(past_z + t * (H * K), z_K)
-        tl.store(past_b + t * H, b_t)
         x_q, x_k, x_v = x_q.to(tl.float32), x_k.to(tl.float32), x_v.to(tl.float32)
         alpha = decay(z_K.to(tl.float32), dt_bias_K, rate, lower_bound, BOUNDED)
         beta = tl.sigmoid(b_t.to(tl.float32))
         q = convolve(x_q, q1, q2, q3, wq, W, dtype)
         k = convolve(x_k, k1, k2, k3, wk, W, dtype)
         v_V = convolve(x_v, v1, v2, v3, wv, W, dtype)
-        S_VK = advance(S_VK, normalise(k), v_V, alpha, beta)
-        o_V = read(S_VK, normalise(q) * (K**-0.5)).to(dtype).to(tl.float32)
+        S_VK, u_V, o_V = advance(S_VK, alpha, k, q, v_V, beta, K)
+        tl.store(past_u + t * (H * V), u_V)
+        o_V = o_V.to(dtype).to(tl.float32)
         y_V = gated_norm(o_V, tl.load(gate + t * (H * V)).to(tl.float32), weight_V, eps, V)
         tl.store(y + t * (H * V), y_V.to(y.dtype.element_ty))
         q1, q2, q3, k1, k2, k3, v1, v2, v3 = x_q, q1, q2, x_k, k1, k2, x_v, v1, v2

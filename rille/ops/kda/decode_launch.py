@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from rille.ops.kda import decode_gluon, decode_kernels
@@ -26,20 +25,36 @@ class Spread(NamedTuple):
     maxnreg: int | None = None
 
 
+def lanes(K: int) -> int:
+    """Lanes of a row: they fix the order in which a row's products are added. It depends on nothing but the layer, so
+    a token's bits are the same in any batch, decoded or verified."""
+    return min(8, K // 4)
+
+
 def decode_spread(K: int, V: int) -> Spread:
     """64 elements of the state in a thread: two programs on an SM, and enough warps to hide a step's short chains."""
-    return Spread(max(4, K * V // (32 * 64)), 4)
+    return Spread(max(4, K * V // (32 * 64)), lanes(K))
 
 
 def verify_spread(K: int, V: int) -> Spread:
     """128 elements in a thread: work on vectors is repeated by every warp, so fewer warps issue less."""
-    return Spread(max(4, K * V // (32 * 128)), 4)
+    return Spread(max(4, K * V // (32 * 128)), lanes(K))
 
 
-def options(spread: Spread, name: str) -> dict[str, Any]:
-    if name == "gluon":
-        return dict(LANES=spread.lanes, num_warps=spread.num_warps, maxnreg=spread.maxnreg)
-    return dict(num_warps=spread.num_warps)
+def twin_options(K: int, V: int) -> dict[str, Any]:
+    """One number of warps for both kernels, and every product rounded by itself: else sums over warps or products
+    contracted as the compiler likes make verify differ from steps in the last bit."""
+    return dict(num_warps=decode_spread(K, V).num_warps, enable_fp_fusion=False)
+
+
+def gluon_options(spread: Spread) -> dict[str, Any]:
+    return dict(LANES=spread.lanes, num_warps=spread.num_warps, maxnreg=spread.maxnreg)
+
+
+def tiles(tokens: int, past_tokens: int) -> dict[str, int]:
+    """Rows of the Gluon kernel's tiles, powers of two, and their logarithms."""
+    log_t, log_p = max(tokens - 1, 0).bit_length(), max(past_tokens - 1, 0).bit_length()
+    return dict(T=1 << log_t, P=1 << log_p, LOG_T=log_t, LOG_P=log_p)
 
 
 def decode(inputs: Projected, layer: DecodeLayer, pools: Pools, slots_B: Tensor, name: str) -> Tensor:
@@ -56,7 +71,7 @@ def verify(
     weights = (layer.conv_weight, gate.A_log, gate.dt_bias, layer.norm_weight)
     rows = [dense_rows(x) for x in (inputs.qkv, inputs.z, inputs.b, inputs.gate)]
     return verify_op(
-        *rows, past.qkv, past.z, past.b, accepted_B, *map(dense, weights), pools.tails, pools.states, slots_B,
+        *rows, past.qkv, past.z, past.u, accepted_B, *map(dense, weights), pools.tails, pools.states, slots_B,
         gate.lower_bound, layer.eps, name,
     )  # fmt: skip
 
@@ -80,11 +95,12 @@ def decode_op(
     if B == 0:
         return y
     kernel: Any = decode_gluon.decode if name == "gluon" else decode_kernels.decode
+    options = gluon_options(decode_spread(K, V)) if name == "gluon" else twin_options(K, V)
     kernel[(H, B)](
         qkv, z, b, gate, y, conv_weight, A_log, dt_bias, norm_weight, tails, states, slots,
         lower_bound or 0.0, eps, qkv.stride(0), z.stride(0), b.stride(0), gate.stride(0),
         tails.stride(0), states.stride(0),
-        H=H, K=K, V=V, W=W, BOUNDED=lower_bound is not None, **options(decode_spread(K, V), name),
+        H=H, K=K, V=V, W=W, BOUNDED=lower_bound is not None, **options,
     )  # fmt: skip
     return y
 
@@ -96,9 +112,9 @@ def _(
     return gate.new_empty(gate.shape)
 
 
-@torch.library.custom_op("rille::kda_verify", mutates_args=("past_qkv", "past_z", "past_b", "tails", "states"))
+@torch.library.custom_op("rille::kda_verify", mutates_args=("past_qkv", "past_z", "past_u", "tails", "states"))
 def verify_op(
-    qkv: Tensor, z: Tensor, b: Tensor, gate: Tensor, past_qkv: Tensor, past_z: Tensor, past_b: Tensor, accepted: Tensor,
+    qkv: Tensor, z: Tensor, b: Tensor, gate: Tensor, past_qkv: Tensor, past_z: Tensor, past_u: Tensor, accepted: Tensor,
     conv_weight: Tensor, A_log: Tensor, dt_bias: Tensor, norm_weight: Tensor, tails: Tensor, states: Tensor,
     slots: Tensor, lower_bound: float | None, eps: float, name: str,
 ) -> Tensor:  # fmt: skip
@@ -107,19 +123,20 @@ def verify_op(
     if B == 0:
         return y
     kernel: Any = decode_gluon.verify if name == "gluon" else decode_kernels.verify
-    tiles = dict(T=triton.next_power_of_2(max(T, 1)), P=triton.next_power_of_2(P)) if name == "gluon" else {}
+    gluon = gluon_options(verify_spread(K, V)) | tiles(T, P)
+    options = gluon if name == "gluon" else twin_options(K, V)
     kernel[(H, B)](
-        qkv, z, b, gate, y, past_qkv, past_z, past_b, accepted, conv_weight, A_log, dt_bias, norm_weight,
+        qkv, z, b, gate, y, past_qkv, past_z, past_u, accepted, conv_weight, A_log, dt_bias, norm_weight,
         tails, states, slots, lower_bound or 0.0, eps, T, P,
         qkv.stride(0), z.stride(0), b.stride(0), gate.stride(0), tails.stride(0), states.stride(0),
-        H=H, K=K, V=V, W=W, BOUNDED=lower_bound is not None, **options(verify_spread(K, V), name), **tiles,
+        H=H, K=K, V=V, W=W, BOUNDED=lower_bound is not None, **options,
     )  # fmt: skip
     return y
 
 
 @verify_op.register_fake
 def _(
-    qkv, z, b, gate, past_qkv, past_z, past_b, accepted, conv_weight, A_log, dt_bias, norm_weight, tails, states,
+    qkv, z, b, gate, past_qkv, past_z, past_u, accepted, conv_weight, A_log, dt_bias, norm_weight, tails, states,
     slots, lower_bound, eps, name,
 ):  # fmt: skip
     return gate.new_empty(gate.shape)

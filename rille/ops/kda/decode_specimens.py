@@ -8,8 +8,8 @@ from rille.ops.ahead import Specimen
 from rille.ops.kda import decode_gluon, decode_kernels, decode_launch
 
 POINTERS = {
-    "*bf16": "qkv z b gate y past_qkv past_z past_b tails",
-    "*fp32": "conv_weight A_log dt_bias norm_weight states",
+    "*bf16": "qkv z b gate y past_qkv past_z tails",
+    "*fp32": "conv_weight A_log dt_bias norm_weight states past_u",
     "*i32": "accepted",
     "*i64": "slots",
     "i32": "tokens past_tokens qkv_row z_row b_row gate_row tail_slot state_slot",
@@ -21,12 +21,12 @@ WHOLE = tuple(name for name in TYPES if name not in ("tokens", "past_tokens", "l
 
 def specimen(name: str, kernel: Any, K: int = 128, V: int = 128, bounded: bool = True, tokens: int = 8) -> Specimen:
     constexprs: dict[str, Any] = dict(H=96, K=K, V=V, W=4, BOUNDED=bounded)
-    choose = decode_launch.verify_spread if "verify" in name else decode_launch.decode_spread
+    choose = decode_launch.verify_spread if name.startswith("verify_gluon") else decode_launch.decode_spread
     spread = choose(K, V)
     if "gluon" in name:
         constexprs |= dict(LANES=spread.lanes)
-        constexprs |= dict(T=tokens, P=tokens) if "verify" in name else {}
-    signature = {arg: TYPES[arg] for arg in kernel.arg_names if arg not in constexprs}
+        constexprs |= decode_launch.tiles(tokens, tokens) if "verify" in name else {}
+    signature: dict[str, Any] = {arg: TYPES[arg] for arg in kernel.arg_names if arg not in constexprs}
     maxnreg = spread.maxnreg if "gluon" in name else None
     return Specimen(f"kda_{name}", kernel, signature, constexprs, spread.num_warps, divisible=WHOLE, maxnreg=maxnreg)
 
