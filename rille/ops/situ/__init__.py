@@ -1,27 +1,91 @@
-"""SiTU-GLU, the softly capped gated activation of every feed-forward part of K3, and SwiGLU, its limit without caps."""
+"""SiTU-GLU, the softly capped gated activation of every feed-forward part of K3, and SwiGLU, its limit without caps.
 
+`reference.py` is the definition; `glu_kernels.py` are the kernels, launched by `launch.py`.
+"""
+
+import warnings
+from functools import cache
+from importlib.util import find_spec
+
+import torch
 from torch import Tensor
 
 from rille.ops.situ import reference
 
+__all__ = ["choose_backend", "situ_glu", "swiglu"]
 
-def situ_glu(gate: Tensor, up: Tensor, cap_gate: float, cap_up: float) -> Tensor:
+BACKENDS = ("triton", "reference")
+
+
+def situ_glu(gate: Tensor, up: Tensor, cap_gate: float, cap_up: float, *, backend: str | None = None) -> Tensor:
     """[a tanh(gate/a) sigmoid(gate)] * [b tanh(up/b)] with a = cap_gate, b = cap_up (technical report equation 12).
 
     gate and up share shape and dtype, which the result has too; fp32 inside (float64 for float64). |result| <= a * b.
+    backend: "triton" or "reference"; by default what `choose_backend` says.
 
-    Raises ValueError for caps that are not positive, and for operands that differ in shape or dtype.
+    Raises ValueError for caps that are not positive, for operands that differ in shape or dtype, and for a backend that
+    cannot run.
     """
     if cap_gate <= 0 or cap_up <= 0:
         raise ValueError(f"situ_glu: caps must be positive, got {cap_gate} and {cap_up}")
     _same("situ_glu", gate, up)
-    return reference.situ_glu(gate, up, cap_gate, cap_up)
+    if _settle("situ_glu", backend, gate, up) == "reference":
+        return reference.situ_glu(gate, up, cap_gate, cap_up)
+    return _triton(gate, up, float(cap_gate), float(cap_up), True)
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+def swiglu(gate: Tensor, up: Tensor, *, backend: str | None = None) -> Tensor:
     """gate * sigmoid(gate) * up, the activation of Kimi Linear. Same shapes, dtypes and errors as `situ_glu`."""
     _same("swiglu", gate, up)
-    return reference.swiglu(gate, up)
+    if _settle("swiglu", backend, gate, up) == "reference":
+        return reference.swiglu(gate, up)
+    return _triton(gate, up, 1.0, 1.0, False)
+
+
+def choose_backend(gate: Tensor, up: Tensor) -> tuple[str, str]:
+    """The backend for these operands and, in words, why."""
+    reason = _obstacle(gate) if gate.is_cuda else f"the tensors are on {gate.device.type}"
+    return ("triton", "CUDA tensors of a supported dtype") if reason is None else ("reference", reason)
+
+
+def _triton(gate: Tensor, up: Tensor, cap_gate: float, cap_up: float, capped: bool) -> Tensor:
+    from rille.ops.situ import launch
+
+    width = max(1, gate.shape[-1]) if gate.ndim else 1
+    rows = (launch.dense_rows(x.reshape(x.numel() // width, width)) for x in (gate, up))
+    return launch.glu(*rows, cap_gate, cap_up, capped).view(gate.shape)
+
+
+def _obstacle(gate: Tensor) -> str | None:
+    """Why the kernels cannot run, or None."""
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    from rille.ops.situ import launch
+
+    if not gate.is_cuda and not launch.interpreting():
+        return f"the tensors are on {gate.device.type}"
+    if gate.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"the kernels take bf16, fp16 or fp32, not {gate.dtype}"
+    return None
+
+
+def _settle(op: str, backend: str | None, gate: Tensor, up: Tensor) -> str:
+    if backend is None:
+        name, reason = choose_backend(gate, up)
+        if name == "reference" and gate.is_cuda:
+            _warn_once(f"{op}: the reference runs on a GPU, slowly: {reason}")
+        return name
+    if backend not in BACKENDS:
+        raise ValueError(f"{op}: unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
+    reason = None if backend == "reference" else _obstacle(gate)
+    if reason is not None:
+        raise ValueError(f"{op}: backend {backend!r} cannot run: {reason}")
+    return backend
+
+
+@cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=4)
 
 
 def _same(op: str, gate: Tensor, up: Tensor) -> None:
