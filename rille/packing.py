@@ -10,9 +10,10 @@ Suffixes: N packed tokens, S sequences, M chunks, C rows of a chunk.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,6 +48,7 @@ class Packing:
     consumed: tuple[int, ...]
     starts: Tensor
     history: Tensor
+    derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)  # what ops make of the lengths and keep
     _chunks: dict[int, ChunkMap] = field(default_factory=dict, repr=False)
 
     @classmethod

@@ -13,10 +13,11 @@ from torch import Tensor
 from rille.ops.kda import chunk, reference
 from rille.ops.kda.arguments import Gate, Kda, PooledState, State, check, with_pool
 from rille.ops.kda.decode import DecodeLayer, Pools, Projected, Remembered, kda_commit, kda_decode, kda_verify
+from rille.ops.kda.segments import cutting, segment_transition
 from rille.packing import Packing
 
 __all__ = ["DecodeLayer", "Gate", "PooledState", "Pools", "Projected", "Remembered", "choose_backend", "kda"]
-__all__ += ["kda_commit", "kda_decode", "kda_verify"]
+__all__ += ["cutting", "kda_commit", "kda_decode", "kda_verify", "segment_transition"]
 
 
 def triton_kda(

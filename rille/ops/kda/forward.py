@@ -24,6 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from rille.ops.kda.arguments import Gate, PooledState, State
 from rille.ops.kda.chunk import CHUNK, TILE, check_lower_bound
 from rille.ops.kda.intra import intra_kernel
+from rille.ops.kda.segments import Segments, segments_of
 from rille.ops.kda.state_pass import state_pass_kernel
 from rille.packing import Packing
 
@@ -83,10 +84,12 @@ def forward(
     chunks = packing.chunks(CHUNK)
     indices = (chunks.spans, packing.starts, packing.longest_first, chunks.first)
     inputs = (q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate.A_log, gate.dt_bias, gate.lower_bound, *indices)
+    (_, H, K), V = q_NHK.shape, v_NHV.shape[2]
+    segments = list(segments_of(packing, H, multiprocessors(q_NHK.device), K, V) or ())
     if isinstance(state, PooledState):
-        o_NHV, t_MHCC, a_MHCC = forward_in_pool(*inputs, state.pool, state.slots, state.checkpoints)
+        o_NHV, t_MHCC, a_MHCC = forward_in_pool(*inputs, state.pool, state.slots, state.checkpoints, segments)
         return Forward(o_NHV, None, t_MHCC, a_MHCC)
-    return Forward(*forward_from_states(*inputs, state))
+    return Forward(*forward_from_states(*inputs, state, segments))
 
 
 @torch.library.custom_op("rille::kda_forward", mutates_args=())
@@ -104,17 +107,18 @@ def forward_from_states(
     order_S: Tensor,
     first_S: Tensor,
     initial_SHVK: Tensor | None,
+    segments: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """o, final states, T, A."""
+    """o, final states, T, A. segments: fields of `Segments`, or none."""
     chunks = intra(q_NHK, k_NHK, z_NHK, b_NH, A_log, dt_bias, lower_bound, spans_M2)
     (_, H, V), K, S = v_NHV.shape, q_NHK.shape[2], first_S.shape[0]
     final_SHVK = v_NHV.new_empty(S, H, V, K, dtype=torch.float32)
-    o_NHV = state_pass(chunks, v_NHV, starts, order_S, first_S, initial_SHVK, final_SHVK)
+    o_NHV = recurrence(segments, chunks, v_NHV, starts, order_S, first_S, initial_SHVK, final_SHVK)
     return o_NHV, final_SHVK, chunks.t_MHCC, chunks.a_MHCC
 
 
 @forward_from_states.register_fake
-def _(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, A_log, dt_bias, lower_bound, spans_M2, starts, order_S, first_S, initial_SHVK):
+def _(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, A_log, dt_bias, lower_bound, spans_M2, starts, order_S, first_S, *rest):
     (_, H, V), K, S = v_NHV.shape, q_NHK.shape[2], first_S.shape[0]
     o_NHV, t_MHCC, a_MHCC = fake_outputs(q_NHK, v_NHV, spans_M2)
     return o_NHV, v_NHV.new_empty(S, H, V, K, dtype=torch.float32), t_MHCC, a_MHCC
@@ -137,10 +141,11 @@ def forward_in_pool(
     pool: Tensor,
     slots_S: Tensor,
     checkpoints_M: Tensor | None,
+    segments: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """o, T, A; the states of the sequences and of the checkpoints in the pool."""
     chunks = intra(q_NHK, k_NHK, z_NHK, b_NH, A_log, dt_bias, lower_bound, spans_M2)
-    o_NHV = state_pass(chunks, v_NHV, starts, order_S, first_S, pool, pool, slots_S, checkpoints_M)
+    o_NHV = recurrence(segments, chunks, v_NHV, starts, order_S, first_S, pool, pool, slots_S, checkpoints_M)
     return o_NHV, chunks.t_MHCC, chunks.a_MHCC
 
 
@@ -187,6 +192,17 @@ def intra(
     return Intra(t_MHCC, a_MHCC, w_MHCK, q_MHCK, k_MHCK, decay_MHK)
 
 
+def recurrence(
+    segments: list[Tensor], chunks: Intra, v_NHV: Tensor, starts: Tensor, order_S: Tensor, first_S: Tensor, *states: Any
+) -> Tensor:
+    """`state_pass`, over segments where there are some."""
+    if not segments:
+        return state_pass(chunks, v_NHV, starts, order_S, first_S, *states)
+    from rille.ops.kda.segment_launch import segmented_state_pass
+
+    return segmented_state_pass(chunks, v_NHV, Segments(*segments), *states)
+
+
 def state_pass(
     chunks: Intra,
     v_NHV: Tensor,
@@ -197,9 +213,11 @@ def state_pass(
     final: Tensor | None,
     slots_S: Tensor | None = None,
     checkpoints_M: Tensor | None = None,
+    saved: Tensor | None = None,
 ) -> Tensor:
     """The second kernel: o. initial and final [slots, H, V, K] may be one pool; slots_S says which row a sequence has
-    (its own number by default), checkpoints_M into which row of final the state after each chunk goes (-1: none)."""
+    (its own number by default), checkpoints_M into which row of saved, or else of final, the state after each chunk
+    goes (-1: none)."""
     (N, H, V), K, S = v_NHV.shape, chunks.decay_MHK.shape[2], first_S.shape[0]
     v_NHV = packed_heads(v_NHV)
     o_NHV = v_NHV.new_empty(N, H, V)
@@ -210,8 +228,9 @@ def state_pass(
             final.zero_() if initial is None else final.copy_(initial)
         return o_NHV
     block, num_warps, stages = value_block(V, S * H, multiprocessors(v_NHV.device))
-    initial, final = packed_states(initial), packed_states(final)
-    saved = final if checkpoints_M is not None else None
+    initial, final, saved = packed_states(initial), packed_states(final), packed_states(saved)
+    if checkpoints_M is not None and saved is None:
+        saved = final
     strides = [x.stride(0) if x is not None else 0 for x in (initial, final, saved)]
     indices = (starts, order_S, first_S, initial, final, slots_S, saved, checkpoints_M)
     shape = dict(H=H, K=K, V=V, BV=block, STAGES=stages, num_warps=num_warps)

@@ -55,14 +55,15 @@ def _(*inputs):
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    tensors, ctx.lower_bound = [*inputs[:7], *inputs[8:]], inputs[7]
+    tensors, ctx.lower_bound = [*inputs[:7], *inputs[8:13]], inputs[7]
+    ctx.tables = len(inputs[13])
     o_NHV, _, t_MHCC, a_MHCC = output
     ctx.mark_non_differentiable(t_MHCC, a_MHCC)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, o_NHV, t_MHCC, a_MHCC)
 
 
-def gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+def gradients(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     *inputs, o_NHV, t_MHCC, a_MHCC = ctx.saved_tensors
     do_NHV, dfinal_SHVK = grads[:2]
     if do_NHV is None:
@@ -70,7 +71,7 @@ def gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     found = kda_backward(*inputs[:7], ctx.lower_bound, *inputs[7:], t_MHCC, a_MHCC, o_NHV, do_NHV, dfinal_SHVK)
     parameters = [g.to(x.dtype) for g, x in zip(found[5:7], inputs[5:7], strict=True)]
     dinitial_SHVK = found[7].to(inputs[-1].dtype) if inputs[-1] is not None else None
-    return (*found[:5], *parameters, None, None, None, None, None, dinitial_SHVK)
+    return (*found[:5], *parameters, None, None, None, None, None, dinitial_SHVK, [None] * ctx.tables)
 
 
 torch.library.register_autograd("rille::kda_forward", gradients, setup_context=setup_context)

@@ -1,0 +1,272 @@
+"""Context parallelism: a sequence is cut into segments that run side by side, and the result is exact.
+
+Whatever a segment of tokens does to the state before it is affine, with states value-first [V, K] as rows:
+
+    after = before P + local        P [K, K]: product of what its chunks do; local [V, K]: its state from a zero start
+
+Where sequences times heads are fewer than the multiprocessors, most of them idle while a few walk through thousands of
+chunks. So three launches take the place of one:
+
+    segments   P and local of all segments but the last, all at once (the first starts from the sequence's own state and
+               needs no P)
+    fold       the states at the borders, in order: before_(j+1) = before_j P_j + local_j
+    pass       the ordinary state pass, in which each segment is a sequence of its own
+
+`plan_segments` weighs the cost of the first two against what the third one gains. Across devices the pieces are the
+same: `segment_transition` gives P and local of a device's tokens, and an ordered fold of what the devices before it
+have gives the state to start from.
+
+Here are the planner and the pieces in PyTorch; `segment_pass.py` has the kernels, `segment_launch.py` their launches.
+
+Suffixes: N packed tokens, S sequences, M chunks, G segments, H heads, C = 64 rows of a chunk, K key channels, V value
+channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import ceil, log
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rille.ops.kda import chunk
+from rille.ops.kda.arguments import Gate
+from rille.ops.kda.chunk import CHUNK, check_lower_bound, schedule_chunks
+from rille.ops.kda.reference import compute_dtype, log_decay, normalised
+from rille.packing import Packing
+
+Plan = tuple[tuple[int, ...], ...]  # for each sequence the chunks of its segments, in order
+
+_size: int | Literal["auto"] | None = "auto"
+
+
+@contextmanager
+def cutting(size: int | Literal["auto"] | None) -> Iterator[None]:
+    """Inside this context sequences are cut into segments of at most `size` chunks of 64 tokens, not at all (None), or
+    as the planner decides ("auto", the default outside). For the whole process, not for one thread."""
+    global _size
+    if not (size is None or size == "auto" or (isinstance(size, int) and size > 0)):
+        raise ValueError(f'kda: segments of {size!r} chunks; give a positive number, "auto" or None')
+    before, _size = _size, size
+    try:
+        yield
+    finally:
+        _size = before
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Microseconds on an H200. A step is one chunk of 64 value (or unit) rows of one head.
+
+    A program that has its multiprocessor to itself takes `..._step` a step, as long as its chain of products. When
+    more programs than multiprocessors run, a multiprocessor does a step every `..._turn`.
+    """
+
+    pass_step: float = 1.04
+    pass_turn: float = 1.04
+    segment_step: float = 1.0
+    segment_turn: float = 0.7
+    fold_step: float = 2.0
+    launch: float = 4.0  # each of segments, fold, and the copy of the final states
+    bytes: float = 4.2e6  # that the card moves in a microsecond
+    margin: float = 0.95  # cut only where it takes at most this part of the time
+
+
+def plan_segments(
+    lengths: Sequence[int],
+    heads: int,
+    multiprocessors: int,
+    K: int = 128,
+    V: int = 128,
+    size: int | Literal["auto"] | None = "auto",
+    costs: Costs = Costs(),
+) -> Plan | None:
+    """Chunks of each segment of each sequence, or None where nothing is to be cut.
+
+    lengths: tokens of each sequence. size: as in `cutting`. Pure arithmetic on host numbers. All segments of a batch
+    have about the same size, so short sequences stay whole.
+    """
+    chunks = [ceil(n / CHUNK) for n in lengths]
+    if size is None or max(chunks, default=0) < 2:
+        return None
+    if size != "auto":
+        plan = tuple(cut(n, size) for n in chunks)
+        return plan if any(len(sizes) > 1 for sizes in plan) else None
+    whole = tuple((n,) for n in chunks)
+    best, limit = None, costs.margin * microseconds(whole, heads, multiprocessors, K, V, costs)
+    for candidate in sorted({ceil(max(chunks) / n) for n in range(2, MOST_SEGMENTS + 1)}):
+        plan = tuple(cut(n, candidate) for n in chunks)
+        cost = microseconds(plan, heads, multiprocessors, K, V, costs)
+        if candidate >= SHORTEST_SEGMENT and cost < limit:
+            best, limit = plan, cost
+    return best
+
+
+MOST_SEGMENTS, SHORTEST_SEGMENT = 64, 8  # of a sequence; in chunks
+
+
+def cut(chunks: int, size: int) -> tuple[int, ...]:
+    """As few segments of at most `size` chunks as there can be, the first ones longer by a chunk if they do not go up
+    evenly."""
+    count = max(1, ceil(chunks / size))
+    least, longer = divmod(chunks, count)
+    return (least + 1,) * longer + (least,) * (count - longer)
+
+
+def microseconds(plan: Plan, heads: int, multiprocessors: int, K: int, V: int, costs: Costs) -> float:
+    """What everything after the first kernel takes."""
+    segments = [n for sizes in plan for n in sizes]
+    local = [n for sizes in plan for n in sizes[:-1]]
+    products = [n for sizes in plan for n in sizes[1:-1]]
+    values, units = heads * V // 64, heads * K // 64
+
+    def rounds(programs: int, steps: int, longest: int, step: float, turn: float) -> float:
+        return max(longest * step, ceil(programs / multiprocessors) * steps / max(programs, 1) * turn)
+
+    pass_bytes = 2 * CHUNK * (2 * CHUNK + 3 * K + 2 * V) * heads * sum(segments)
+    pass_us = rounds(
+        len(segments) * values, sum(segments) * values, max(segments), costs.pass_step, costs.pass_turn
+    )  # fmt: skip
+    pass_us = max(pass_us, pass_bytes / costs.bytes)
+    if not local:
+        return pass_us
+    segment_bytes = 2 * CHUNK * (CHUNK + 2 * K + V) * heads * sum(local)
+    programs = len(local) * values + len(products) * units
+    steps = sum(local) * values + sum(products) * units
+    segment_us = rounds(programs, steps, max(local), costs.segment_step, costs.segment_turn)
+    segment_us = max(segment_us, segment_bytes / costs.bytes)
+    folds = max(len(sizes) for sizes in plan) - 2
+    return pass_us + segment_us + folds * costs.fold_step + (3 if folds else 2) * costs.launch
+
+
+class Segments(NamedTuple):
+    """A plan as kernels read it: segments as sequences of the state pass, and the work before it.
+
+    starts_G1 int32, order_G int32, first_G int64: of the segments, what `packing.starts`, `packing.longest_first` and
+        `packing.chunks(64).first` are of the sequences. last_S int64: the last segment of each sequence.
+    jobs_J6, products_P2, chains_Q3 int32: the tables of `segment_kernel` and `fold_kernel`.
+    """
+
+    starts_G1: Tensor
+    order_G: Tensor
+    first_G: Tensor
+    last_S: Tensor
+    jobs_J6: Tensor
+    products_P2: Tensor
+    chains_Q3: Tensor
+
+
+def segments_of(packing: Packing, heads: int, multiprocessors: int, K: int, V: int) -> Segments | None:
+    """The tables for a batch on its device, or None where it stays whole. Planned once for a packing and a shape."""
+    key = ("kda segments", heads, multiprocessors, K, V, _size)
+    if key not in packing.derived:
+        plan = plan_segments(packing.lengths, heads, multiprocessors, K, V, _size)
+        packing.derived[key] = tables(plan, packing) if plan is not None else None
+    return packing.derived[key]
+
+
+def tables(plan: Plan, packing: Packing) -> Segments:
+    """Segments numbered through all sequences, a sequence without tokens being a segment too."""
+    starts, first, last, jobs, products, chains = [0], [], [], [], [], []
+    chunks = 0  # of the sequences before
+    for s, (sizes, tokens) in enumerate(zip(plan, packing.lengths, strict=True)):
+        begin, head = starts[-1], len(first)
+        if len(sizes) > 2:
+            chains.append((head + 1, len(sizes) - 2, len(products)))
+        for j, size in enumerate(sizes):
+            g, done = head + j, sum(sizes[:j])
+            first.append(chunks + done)
+            starts.append(min(begin + CHUNK * (done + size), begin + tokens))
+            following = -1 if j + 1 == len(sizes) else g + 1
+            if j == 0:
+                jobs.append((begin, starts[-1] - begin if following > 0 else 0, first[-1], s, g, following))
+            elif following > 0:
+                jobs.append((starts[-2], starts[-1] - starts[-2], first[-1], -1, -1, following))
+                products.append((first[-1], size))
+        last.append(len(first) - 1)
+        chunks += sum(sizes)
+    jobs.sort(key=lambda job: -job[1])
+    order = sorted(range(len(first)), key=lambda g: starts[g] - starts[g + 1])
+    narrow = on_device([starts, order, flat(jobs), flat(products), flat(chains)], torch.int32, packing.device)
+    wide = on_device([first, last], torch.int64, packing.device)
+    return Segments(narrow[0], narrow[1], *wide, *by_row(narrow[2:], (6, 2, 3)))
+
+
+def flat(rows: list[tuple[int, ...]]) -> list[int]:
+    return [number for row in rows for number in row]
+
+
+def by_row(parts: list[Tensor], columns: tuple[int, ...]) -> list[Tensor]:
+    return [part.view(-1, count) for part, count in zip(parts, columns, strict=True)]
+
+
+def on_device(lists: list[list[int]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Lists of numbers in one copy to the device; each begins at a multiple of 16 bytes, as kernels like addresses."""
+    padded = [numbers + [0] * (-len(numbers) % 4) for numbers in lists]
+    parts = torch.tensor(sum(padded, []), dtype=dtype).to(device).split([len(numbers) for numbers in padded])
+    return [part[: len(numbers)] for part, numbers in zip(parts, lists, strict=True)]
+
+
+def segment_transition(
+    k_NHK: Tensor,
+    v_NHV: Tensor,
+    z_NHK: Tensor,
+    b_NH: Tensor,
+    gate: Gate,
+    packing: Packing,
+    *,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What the tokens of each sequence do to any state before them, as (P, local):
+
+        state after = state before @ P + local
+
+    Arguments as for `kda`, which queries do not concern. P [S, H, K, K]: row c is the state that unit state e_c turns
+    into if nothing is written; local [S, H, V, K]: the state from a zero start. Both fp32 (float64 if k, v, z or b is);
+    identity and zeros for a sequence without tokens. Two stretches of a sequence after one another give P_1 P_2 and
+    local_1 P_2 + local_2. backend: "chunk" or "triton", by default the kernels for CUDA tensors. Not differentiable
+    with "triton". Raises ValueError for a lower bound below -5 and for a backend that is unknown or cannot run.
+    Source: Kimi K3 report, context parallelism of KDA; README.md derives it.
+    """
+    if backend is None:
+        backend = "triton" if k_NHK.is_cuda else "chunk"
+    if backend == "chunk":
+        return transition_in_chunks(k_NHK, v_NHV, z_NHK, b_NH, gate, packing)
+    if backend != "triton":
+        raise ValueError(f'kda: unknown backend {backend!r} of segment_transition; there are "chunk" and "triton"')
+    from rille.ops.kda import forward, segment_launch
+
+    if reason := forward.unsupported(k_NHK, v_NHV):
+        raise ValueError(f"kda: backend 'triton' cannot run: {reason}")
+    return segment_launch.transition(k_NHK, v_NHV, z_NHK, b_NH, gate, packing)
+
+
+def transition_in_chunks(
+    k_NHK: Tensor, v_NHV: Tensor, z_NHK: Tensor, b_NH: Tensor, gate: Gate, packing: Packing
+) -> tuple[Tensor, Tensor]:
+    """`segment_transition` by the blocked form of `chunk.py`: its state pass once with v from zero states, once without
+    v from unit states."""
+    check_lower_bound(gate)
+    dtype = compute_dtype(k_NHK, v_NHV, z_NHK, b_NH)
+    (_, H, K), V, S = k_NHK.shape, v_NHV.shape[2], packing.num_sequences
+    zero_SHVK = torch.zeros(S, H, V, K, dtype=dtype, device=k_NHK.device)
+    unit_SHKK = torch.eye(K, dtype=dtype, device=k_NHK.device).expand(S, H, K, K)
+    if packing.num_tokens == 0:
+        return unit_SHKK.clone(), zero_SHVK
+    schedule = schedule_chunks(packing)
+    k_MHCK = schedule.gather(normalised(k_NHK, dtype))
+    beta_MHC1 = schedule.gather(b_NH.to(dtype).sigmoid()[..., None])
+    sums = chunk.tile_sums(schedule.gather(log_decay(z_NHK, gate, dtype) / log(2)))
+    decay = chunk.decays(sums)
+    halves = chunk.DirectHalves if gate.lower_bound is None else chunk.AnchoredHalves
+    l_MHCC = beta_MHC1 * chunk.pair_products(k_MHCK, k_MHCK, halves(sums, k_MHCK), decay).tril(-1)
+    t_MHCC = chunk.inverse_of_unit_lower(l_MHCC) * beta_MHC1.mT
+    w_MHCK, k_end_MHCK = t_MHCC @ (k_MHCK * decay.from_start_MHCK), k_MHCK * decay.to_end_MHCK
+    tv_MHCV, nothing_MHCK = t_MHCC @ schedule.gather(v_NHV.to(dtype)), torch.zeros_like(k_MHCK)
+    *_, local_SHVK = chunk.state_pass(w_MHCK, tv_MHCV, k_end_MHCK, decay.whole_MH1K, zero_SHVK, schedule)
+    *_, p_SHKK = chunk.state_pass(w_MHCK, nothing_MHCK, k_end_MHCK, decay.whole_MH1K, unit_SHKK, schedule)
+    return p_SHKK, local_SHVK

@@ -1,0 +1,226 @@
+"""Sequences cut into segments: the planner, the pieces in float64 against the recurrence, the kernels against the same.
+
+Cut or not, the result has to be the same, so the bounds are those of `test_kda_triton.py`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from rille.ops.kda import Gate, PooledState, kda, segment_transition
+from rille.ops.kda.segments import Costs, Plan, cut, cutting, microseconds, plan_segments, segments_of, tables
+from rille.packing import Packing
+from tests.ops.test_kda_triton import DEVICE, ERROR, INTERPRET, assert_equals_reference, draw, states
+
+PACKED = (1, 15, 1000, 0, 64, 129)
+
+
+def distance(got: Tensor, want: Tensor) -> float:
+    return ((got.double() - want).norm() / want.norm().clamp_min(1e-30)).item()
+
+
+@pytest.mark.parametrize(("chunks", "size"), [(16, 3), (16, 16), (17, 16), (0, 4), (1, 4), (1000, 7), (9, 1)])
+def test_cut_is_even(chunks: int, size: int) -> None:
+    sizes = cut(chunks, size)
+    assert sum(sizes) == chunks and max(sizes) <= size and max(sizes) - min(sizes) <= 1
+    assert len(sizes) == max(1, -(-chunks // size)) and sorted(sizes, reverse=True) == list(sizes)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "is_cut"),
+    [
+        ((32768,), 16, True),
+        ((65536,), 12, True),
+        ((65536,), 4, True),
+        ((65536, 100, 0, 2000), 4, True),
+        ((8192,), 96, False),
+        ((1024,) * 8, 96, False),
+        ((8192,), 64, False),
+        ((300,), 4, False),
+        ((64,), 1, False),
+        ((0,), 1, False),
+        ((), 1, False),
+    ],
+)
+def test_planner_cuts_where_the_card_idles(lengths: tuple[int, ...], heads: int, is_cut: bool) -> None:
+    plan = plan_segments(lengths, heads, 132)
+    assert (plan is not None) is is_cut
+    if plan is not None:
+        assert [sum(sizes) for sizes in plan] == [-(-n // 64) for n in lengths]
+        whole = tuple((sum(sizes),) for sizes in plan)
+        gain = microseconds(plan, heads, 132, 128, 128, Costs()) / microseconds(whole, heads, 132, 128, 128, Costs())
+        assert gain <= Costs().margin
+
+
+def test_planner_leaves_short_sequences_whole() -> None:
+    plan = plan_segments((65536, 100, 0, 2000), 4, 132)
+    assert plan is not None and len(plan[0]) > 4 and plan[1:3] == ((2,), (0,))
+
+
+def test_cutting_is_switched() -> None:
+    packing = Packing.of((32768,))
+    assert segments_of(packing, 16, 132, 128, 128) is segments_of(packing, 16, 132, 128, 128) is not None
+    with cutting(None):
+        assert segments_of(packing, 16, 132, 128, 128) is None
+        with cutting(256):
+            forced = segments_of(packing, 16, 1, 128, 128)
+    assert forced is not None and forced.first_G.tolist() == [0, 256]
+    for size in (0, -1, "never"):
+        with pytest.raises(ValueError, match="positive number"), cutting(size):  # pyright: ignore[reportArgumentType]
+            pass
+
+
+def test_tables_by_hand() -> None:
+    packing = Packing.of((10, 250, 0, 64))
+    plan: Plan = ((1,), (2, 1, 1), (0,), (1,))
+    made = tables(plan, packing)
+    assert made.starts_G1.tolist() == [0, 10, 138, 202, 260, 260, 324]
+    assert made.order_G.tolist() == [1, 2, 5, 3, 0, 4]
+    assert made.first_G.tolist() == [0, 1, 3, 4, 5, 5]
+    assert made.last_S.tolist() == [0, 3, 4, 5]
+    jobs = [[10, 128, 1, 1, 1, 2], [138, 64, 3, -1, -1, 3]]  # of the long sequence: its first two segments
+    jobs += [[0, 0, 0, 0, 0, -1], [260, 0, 5, 2, 4, -1], [260, 0, 5, 3, 5, -1]]  # of the others: the initial state
+    assert made.jobs_J6.tolist() == jobs
+    assert made.products_P2.tolist() == [[3, 1]] and made.chains_Q3.tolist() == [[2, 1, 0]]
+    assert {x.data_ptr() % 16 for x in made} == {0}
+
+
+@pytest.mark.parametrize("bound", [-5.0, None])
+def test_transition_is_what_the_recurrence_does(bound: float | None) -> None:
+    inputs, gate = draw(PACKED, K=8, V=5, bound=bound)
+    packing = Packing.of(PACKED, device=DEVICE)
+    q, k, v, z, b = (x.double() for x in inputs)
+    start = states(packing, inputs).double()
+    _, final = kda(q, k, v, z, b, gate, packing, start, backend="reference")
+    p_SHKK, local_SHVK = segment_transition(k, v, z, b, gate, packing, backend="chunk")
+    assert isinstance(final, Tensor)
+    torch.testing.assert_close(start @ p_SHKK + local_SHVK, final, atol=1e-12, rtol=1e-12)
+
+
+def test_transitions_of_neighbours_multiply() -> None:
+    inputs, gate = draw((300,), K=8, V=5)
+    inputs = [x.double() for x in inputs]
+    parts = [
+        segment_transition(*(x[rows] for x in inputs[1:]), gate, Packing.of((n,), device=DEVICE), backend="chunk")
+        for rows, n in ((slice(0, 100), 100), (slice(100, 300), 200))
+    ]
+    whole = segment_transition(*inputs[1:], gate, Packing.of((300,), device=DEVICE), backend="chunk")
+    torch.testing.assert_close(parts[0][0] @ parts[1][0], whole[0], atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(parts[0][1] @ parts[1][0] + parts[1][1], whole[1], atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128), (64, 256)])
+def test_transition_by_the_kernels(K: int, V: int) -> None:
+    lengths = (70, 0, 130) if K == V == 64 else (70,)
+    inputs, gate = draw(lengths, K=K, V=V)
+    packing = Packing.of(lengths, device=DEVICE)
+    exact = segment_transition(*(x.double() for x in inputs[1:]), gate, packing, backend="chunk")
+    got = segment_transition(*inputs[1:], gate, packing, backend="triton")
+    for x, y in zip(got, exact, strict=True):
+        assert x.dtype == torch.float32 and distance(x, y) <= 2 * ERROR
+    if 0 in lengths:
+        assert torch.equal(got[0][1], torch.eye(K, device=DEVICE).expand(2, K, K)) and not got[1][1].any()
+
+
+def test_transition_refuses_and_does_nothing_without_tokens() -> None:
+    inputs, gate = draw((0,))
+    packing = Packing.of((0,), device=DEVICE)
+    for backend in ("chunk", "triton"):
+        p_SHKK, local_SHVK = segment_transition(*inputs[1:], gate, packing, backend=backend)
+        assert torch.equal(p_SHKK, torch.eye(64, device=DEVICE).expand(1, 2, 64, 64)) and not local_SHVK.any()
+    with pytest.raises(ValueError, match="unknown backend 'reference'"):
+        segment_transition(*inputs[1:], gate, packing, backend="reference")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_packed_sequences_cut(size: int) -> None:
+    with cutting(size):
+        assert_equals_reference(*draw(PACKED, H=1), PACKED, stateful=size != 2)
+
+
+@pytest.mark.parametrize(("K", "V", "bound"), [(128, 128, -5.0), (64, 256, -5.0), (128, 64, None)])
+def test_widths_cut(K: int, V: int, bound: float | None) -> None:
+    with cutting(1):
+        assert_equals_reference(*draw((200, 3), H=1, K=K, V=V, bound=bound), (200, 3))
+
+
+@pytest.mark.parametrize("logit", [-12.0, -8.0, 12.0])
+def test_extreme_gates_cut(logit: float) -> None:
+    lengths = (600,)
+    inputs, gate = draw(lengths, H=1)
+    inputs[3] = torch.full_like(inputs[3], logit)
+    plain = Gate(torch.zeros_like(gate.A_log), torch.zeros_like(gate.dt_bias), -5.0)
+    with cutting(2):
+        assert_equals_reference(inputs, plain, lengths, error=2 * ERROR)
+
+
+def test_repeated_keys_cut() -> None:
+    inputs, gate = draw((400,), H=1)
+    inputs[1] = inputs[1][:1] + 0.05 * inputs[1]
+    inputs[3] = torch.full_like(inputs[3], -12.0)
+    inputs[4] = torch.full_like(inputs[4], 9.0)
+    with cutting(1):
+        assert_equals_reference(inputs, gate, (400,), error=3 * ERROR)
+
+
+def test_nan_stays_in_its_sequence_and_after_its_place() -> None:
+    lengths = (200, 300, 70)
+    inputs, gate = draw(lengths, H=1)
+    packing = Packing.of(lengths, device=DEVICE)
+    with cutting(1):
+        clean, clean_final = kda(*inputs, gate, packing, backend="triton")
+        inputs[2][200 + 150 : 200 + 160] = torch.nan
+        o, final = kda(*inputs, gate, packing, backend="triton")
+    assert final is not None and clean_final is not None
+    assert torch.equal(o[:328], clean[:328]) and torch.equal(o[500:], clean[500:])
+    assert torch.equal(final[[0, 2]], clean_final[[0, 2]]) and o[360:500].isnan().any()
+
+
+def test_pool_and_checkpoints_cut() -> None:
+    lengths = (70, 0, 330)
+    inputs, gate = draw(lengths, H=1)
+    packing = Packing.of(lengths, device=DEVICE)
+    start = states(packing, inputs)
+    slots = torch.tensor([5, 1, 3], device=DEVICE)
+    checkpoints = torch.tensor([-1, -1, 7, -1, -1, 0, -1, -1], device=DEVICE)
+    pools, outputs = [], []
+    for size in (2, None):
+        pool = torch.zeros(9, 2, 1, 64, 64, device=DEVICE)[:, 0]  # every second state of a wider pool
+        pool[slots] = start
+        with cutting(size):
+            o, final = kda(*inputs, gate, packing, PooledState(pool, slots, checkpoints), backend="triton")
+        assert final is None
+        pools.append(pool)
+        outputs.append(o)
+    assert torch.equal(pools[0][[2, 4, 6, 8]], torch.zeros(4, 1, 64, 64, device=DEVICE))
+    assert torch.equal(pools[0][1], start[1])
+    tolerance = dict(atol=1e-5, rtol=1e-5) if INTERPRET else dict(atol=3e-2, rtol=3e-2)
+    torch.testing.assert_close(pools[0], pools[1], **tolerance)
+    torch.testing.assert_close(outputs[0], outputs[1], **tolerance)
+
+
+def test_cut_results_repeat_bit_for_bit() -> None:
+    inputs, gate = draw((333,), H=1)
+    packing = Packing.of((333,), device=DEVICE)
+    with cutting(1):
+        first, second = (kda(*inputs, gate, packing, backend="triton") for _ in range(2))
+    assert torch.equal(first[0], second[0]) and first[1] is not None and second[1] is not None
+    assert torch.equal(first[1], second[1])
+
+
+def test_cut_sequences_are_differentiable() -> None:
+    inputs, gate = draw((200,), H=1)
+    packing = Packing.of((200,), device=DEVICE)
+    gradients = []
+    for size in (1, None):
+        leaves = [x.detach().requires_grad_() for x in (*inputs, states(packing, inputs))]
+        with cutting(size):
+            o, final = kda(*leaves[:5], gate, packing, leaves[5], backend="triton")
+            assert final is not None
+            gradients.append(torch.autograd.grad(o.square().sum() + final.square().sum(), leaves))
+    for x, y in zip(*gradients, strict=True):
+        assert distance(x, y.double()) <= 4 * ERROR
