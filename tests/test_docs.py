@@ -9,7 +9,7 @@ import rille
 
 TOP = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/api.md", "docs/paper-map.md")
-RUN = ("docs/api.md",)
+RUN = ("README.md", "docs/api.md")
 
 
 def text(document: str) -> str:
