@@ -5,6 +5,10 @@
     y = W_o [ sigmoid(W_g x) * RMSNorm_head(o) ]
 
 The output gate has full rank in K3 and low rank in Kimi Linear, whose decay is a softplus without bound.
+
+While a GPU generates, one token a sequence, everything between the projections is one launch (`rille.ops.kda.decode`).
+
+Suffixes: N packed tokens, D width, H heads, K key channels, V value channels, C channels of the convolution.
 """
 
 from __future__ import annotations
@@ -15,10 +19,11 @@ from torch.nn.functional import linear
 
 from rille.model.allocate import Allocate
 from rille.model.config import K3Config
-from rille.model.context import Context
+from rille.model.context import Context, ConvTail, KdaState, no_tap
 from rille.model.names import padded_heads
-from rille.ops.conv import short_conv
-from rille.ops.kda import Gate, kda
+from rille.ops.conv import PooledTail, short_conv
+from rille.ops.kda import DecodeLayer, Gate, PooledState, Pools, Projected, kda, kda_decode
+from rille.ops.kda.decode import choose_backend as choose_decode
 from rille.ops.norm import gated_rms_norm
 
 
@@ -45,28 +50,48 @@ class KDA(nn.Module):
         self.layer, self.lower_bound, self.eps = layer, c.decay_lower_bound, c.norm_eps
 
     def forward(self, x_ND: Tensor, ctx: Context) -> Tensor:
-        heads = self.beta_proj.shape[0]
-        q_NHK, k_NHK, v_NHV = (t.unflatten(-1, (heads, -1)) for t in self._convolved(x_ND, ctx))
-        z_NHK = linear(linear(x_ND, self.decay_down), self.decay_up).unflatten(-1, (heads, -1))
-        inputs = {"q": q_NHK, "k": k_NHK, "v": v_NHV, "g_raw": z_NHK, "beta_raw": linear(x_ND, self.beta_proj)}
-        tapped = [ctx.tap(f"layers.{self.layer}.kda.{name}", tensor) for name, tensor in inputs.items()]
-        q_NHK, k_NHK, v_NHV, z_NHK, b_NH = tapped
+        inputs, decay = self._projected(x_ND), Gate(self.A_log, self.dt_bias.view(self.heads, -1), self.lower_bound)
         state = ctx.shard.kda_state(ctx.memory.state(self.layer) if ctx.memory else None)
-        gate = Gate(self.A_log, self.dt_bias.view(heads, -1), self.lower_bound)
-        o_NHV, _ = kda(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, ctx.packing, state)
-        o_NHV = ctx.tap(f"layers.{self.layer}.kda.o", o_NHV)
-        y_NHV = gated_rms_norm(o_NHV, self._gate(x_ND).unflatten(-1, (heads, -1)), self.out_norm, self.eps)
-        return linear(y_NHV.flatten(1), self.out_proj)
+        tail = ctx.shard.conv_tail(inputs.qkv, ctx.memory.tail(self.layer) if ctx.memory else None)
+        layer = DecodeLayer(self.qkv_conv, decay, self.out_norm, self.eps)
+        if isinstance(state, PooledState) and isinstance(tail, PooledTail) and one_launch(inputs, layer, ctx):
+            y_NV = kda_decode(inputs, layer, Pools(state.pool, tail.pool), state.slots)
+        else:
+            y_NV = self._composed(inputs, decay, state, tail, ctx)
+        return linear(y_NV, self.out_proj)
 
-    def _convolved(self, x_ND: Tensor, ctx: Context) -> tuple[Tensor, ...]:
-        """q, k, v [N, H K] after convolution and SiLU; the three share one convolution and one tail."""
-        rows = [self.q_proj.shape[0], self.k_proj.shape[0], self.v_proj.shape[0]]
+    def _composed(self, inputs: Projected, decay: Gate, state: KdaState, tail: ConvTail, ctx: Context) -> Tensor:
+        """From the projections to the layer's output before its last product [N, H V], op by op."""
+        y_NC, _ = short_conv(inputs.qkv, self.qkv_conv, ctx.packing, tail)
+        q_NHK, k_NHK, v_NHV = (t.unflatten(-1, (self.heads, -1)) for t in y_NC.chunk(3, dim=-1))
+        z_NHK, gate_NHV = (t.unflatten(-1, (self.heads, -1)) for t in (inputs.z, inputs.gate))
+        seen = {"q": q_NHK, "k": k_NHK, "v": v_NHV, "g_raw": z_NHK, "beta_raw": inputs.b}
+        q_NHK, k_NHK, v_NHV, z_NHK, b_NH = (ctx.tap(f"layers.{self.layer}.kda.{n}", t) for n, t in seen.items())
+        o_NHV, _ = kda(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, decay, ctx.packing, state)
+        o_NHV = ctx.tap(f"layers.{self.layer}.kda.o", o_NHV)
+        return gated_rms_norm(o_NHV, gate_NHV, self.out_norm, self.eps).flatten(1)
+
+    @property
+    def heads(self) -> int:
+        return self.beta_proj.shape[0]
+
+    def _projected(self, x_ND: Tensor) -> Projected:
+        """q, k and v share one convolution and one tail."""
         qkv_NC = torch.cat([linear(x_ND, w) for w in (self.q_proj, self.k_proj, self.v_proj)], dim=-1)
-        tail = ctx.shard.conv_tail(qkv_NC, ctx.memory.tail(self.layer) if ctx.memory else None)
-        y_NC, _ = short_conv(qkv_NC, self.qkv_conv, ctx.packing, tail)
-        return y_NC.split(rows, dim=-1)
+        z_NK = linear(linear(x_ND, self.decay_down), self.decay_up)
+        return Projected(qkv_NC, z_NK, linear(x_ND, self.beta_proj), self._gate(x_ND))
 
     def _gate(self, x_ND: Tensor) -> Tensor:
         if self.full_rank_gate:
             return linear(x_ND, self.gate_proj)
         return linear(linear(x_ND, self.gate_down), self.gate_up)
+
+
+def one_launch(inputs: Projected, layer: DecodeLayer, ctx: Context) -> bool:
+    """Whether this batch is one token of every sequence that nobody looks into or differentiates, and the kernel for
+    that runs here."""
+    if ctx.tap is not no_tap or any(n != 1 for n in ctx.packing.lengths):
+        return False
+    if torch.is_grad_enabled() and (inputs.qkv.requires_grad or layer.conv_weight.requires_grad):
+        return False
+    return choose_decode(inputs.qkv, layer)[0] != "reference"

@@ -182,6 +182,22 @@ def test_fewer_drafts_than_room():
     assert_pools_close(pools, again, rtol=1e-4, atol=1e-5)
 
 
+def test_ops_for_compiled_models():
+    """What torch.compile knows of the two launches: shapes without running, and which arguments change."""
+    pytest.importorskip("triton")
+    from rille.ops.kda import decode_launch
+
+    layer, slots = make_layer(), torch.tensor([1, 4])
+    pools = make_pools(layer)
+    weights = (layer.conv_weight, layer.gate.A_log, layer.gate.dt_bias, layer.norm_weight, pools.tails, pools.states)
+    past = (pools.past.qkv, pools.past.z, pools.past.u, torch.tensor([0, 0]))
+    tests = ("test_schema", "test_faketensor")
+    for op, lead, more in ((decode_launch.decode_op, (2,), ()), (decode_launch.verify_op, (2, 3), past)):
+        inputs = make_inputs(layer, *lead)
+        rows = (inputs.qkv, inputs.z, inputs.b, inputs.gate)
+        torch.library.opcheck(op, (*rows, *more, *weights, slots, -5.0, 1e-5, "triton"), test_utils=tests)
+
+
 @pytest.mark.parametrize("logit", [12.0, -12.0, 200.0, -200.0])
 def test_saturated_gate(logit):
     pytest.importorskip("triton")
