@@ -1,11 +1,23 @@
-"""The language-model head and its cross-entropy in one op that never holds the logits of all tokens."""
+"""The language-model head and its cross-entropy in one op that never holds the logits of all tokens.
 
+`reference.py` is the definition, `chunked.py` the op in plain PyTorch, `fused.py` what replaces its parts on the card.
+"""
+
+import warnings
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 
+import torch
 from torch import Tensor
 
 from rille.ops.cross_entropy import chunked
 from rille.ops.cross_entropy.reference import IGNORED
+
+__all__ = ["IGNORED", "CrossEntropy", "choose_backend", "linear_cross_entropy"]
+
+BACKENDS = ("triton", "chunked")
+CHUNK = 1024  # tokens, in plain PyTorch
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,28 +30,79 @@ class CrossEntropy:
 
 
 def linear_cross_entropy(
-    x: Tensor, head: Tensor, targets: Tensor, chunk: int = 1024, z_loss: float = 0.0
+    x: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    chunk: int | None = None,
+    z_loss: float = 0.0,
+    *,
+    backend: str | None = None,
 ) -> CrossEntropy:
     """Sum over tokens of -log softmax(head x)[target] + z_loss * logsumexp(head x)^2.
 
     x [N, D] (after the final norm) and head [W, D] of one float dtype, targets [N] int64 in [0, W), or -100 for tokens
-    that do not count. `chunk` tokens of logits exist at a time (chunk * W fp32 numbers). Differentiable in x and head
-    through loss_sum; the gradients are made in the forward pass, when x or head wants one: under `torch.no_grad()` one
-    product of three is left.
+    that do not count. `chunk` tokens of logits exist at a time (chunk * W fp32 numbers); by default 1024, or what fills
+    2.5 GiB and is at most 8192 with the kernels. Differentiable in x and head through loss_sum; the gradients are made
+    in the forward pass, when x or head wants one: under `torch.no_grad()` one product of three is left. backend:
+    "triton" or "chunked"; by default what `choose_backend` says.
 
-    Raises ValueError for shapes and dtypes that do not agree, chunk < 1, and on the CPU for a target outside [0, W).
+    Raises ValueError for shapes and dtypes that do not agree, chunk < 1, a backend that cannot run, and on the CPU for
+    a target outside [0, W).
     """
     if x.shape[1:] != head.shape[1:] or targets.shape != x.shape[:1] or x.dtype != head.dtype:
         raise ValueError(
             f"linear_cross_entropy: x {tuple(x.shape)} {x.dtype}, head {tuple(head.shape)} {head.dtype}, targets "
             f"{tuple(targets.shape)}; want [N, D], [W, D] of one dtype, [N]"
         )
-    if chunk < 1:
+    if chunk is not None and chunk < 1:
         raise ValueError(f"linear_cross_entropy: chunk {chunk}, want at least 1 token")
     if targets.device.type == "cpu":  # elsewhere the gather asserts on the device; looking would stall it
         _check_targets(targets, head.shape[0])
-    loss_sum, log_probs = chunked.linear_cross_entropy(x, head, targets, z_loss, chunk)
+    form, default = chunked.PLAIN, CHUNK
+    if _settle(backend, x, head) == "triton":
+        from rille.ops.cross_entropy import fused
+
+        form, default, targets = fused.FUSED, fused.chunk_for(head.shape[0]), targets.contiguous()
+    loss_sum, log_probs = chunked.linear_cross_entropy(x, head, targets, z_loss, chunk or default, form)
     return CrossEntropy(loss_sum, (targets != IGNORED).sum(), log_probs)
+
+
+def choose_backend(x: Tensor, head: Tensor) -> tuple[str, str]:
+    """The backend for these operands and, in words, why."""
+    reason = _obstacle(x, head) if x.is_cuda else f"the tensors are on {x.device.type}"
+    return ("triton", "CUDA tensors of a supported dtype") if reason is None else ("chunked", reason)
+
+
+def _obstacle(x: Tensor, head: Tensor) -> str | None:
+    """Why the kernel cannot run, or None."""
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    from rille.ops.cross_entropy import fused
+
+    if not x.is_cuda and not fused.interpreting():
+        return f"the tensors are on {x.device.type}"
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"the kernel takes bf16, fp16 or fp32, not {x.dtype}"
+    return None
+
+
+def _settle(backend: str | None, x: Tensor, head: Tensor) -> str:
+    if backend is None:
+        name, reason = choose_backend(x, head)
+        if name == "chunked" and x.is_cuda:
+            _warn_once(f"linear_cross_entropy: plain PyTorch runs on a GPU, slowly: {reason}")
+        return name
+    if backend not in BACKENDS:
+        raise ValueError(f"linear_cross_entropy: unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
+    reason = None if backend == "chunked" else _obstacle(x, head)
+    if reason is not None:
+        raise ValueError(f"linear_cross_entropy: backend {backend!r} cannot run: {reason}")
+    return backend
+
+
+@cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=4)
 
 
 def _check_targets(targets: Tensor, words: int) -> None:
