@@ -3,9 +3,9 @@
     PYTHONPATH=. python3 benchmarks/ops/kda_backward.py --out FOLDER [--only H96] [--no-fla]
 
 The gate compares every gradient with the float64 blocked form; after the times, ours and fla's are compared with it on
-the same bf16 inputs. Where an error is too large, the run ends with 1. Times are medians of `triton.testing.do_bench`, the L2 cache overwritten before
-each call; the inputs are random. "extra GiB" is the peak above the inputs during one forward and backward call,
-gradients included. The table comes last; FOLDER/kda_backward.json holds the same numbers.
+the same bf16 inputs. Where an error is too large, the run ends with 1. Times are medians of `triton.testing.do_bench`,
+the L2 cache overwritten before each call; the inputs are random. "extra GiB" is the peak above the inputs during one
+forward and backward call, gradients included. The table comes last; FOLDER/kda_backward.json holds the same numbers.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ def with_slices(channels: int, call: Callable[[], Any]) -> Any:
 
 
 def sizes_of(exact: tuple[Tensor, ...], case: Case) -> list[Tensor]:
-    """What each gradient's error is measured against: the gradient; for the two that sum over tokens, the sum of the terms' sizes,
-    since terms that cancel leave an error of the terms' own size."""
+    """What each gradient's error is measured against: the gradient; for the two that sum over tokens, the sum of the
+    terms' sizes, since terms that cancel leave an error of the terms' own size."""
     sizes, dz_NHK = list(exact), exact[3]
     x_NHK = case.leaves[2].detach().double() + case.leaves[6].detach().double()
     sizes[5], sizes[6] = (dz_NHK * x_NHK).abs().sum((0, 2)), dz_NHK.abs().sum(0)
