@@ -99,7 +99,8 @@ examples
   rille generate runs/first --prompt "def "
   rille chat runs/first
   rille convert runs/first first-mxfp4 --experts mxfp4
-  rille plan k3 --context 1048576"""
+  rille plan k3 --context 1048576
+  rille doctor"""
 
 
 # --- verbs ------------------------------------------------------------------------------------------------------------
@@ -257,6 +258,25 @@ def plan(arguments: Arguments) -> int:
     return 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class DoctorConfig:
+    """Say what is installed, what this machine has, and which backend each operation takes here and why."""
+
+    preset: Annotated[str, arg(metavar="PRESET|CHECKPOINT")] = "nano"
+    """The model whose operations are asked about: a preset or a checkpoint directory."""
+
+
+def doctor(arguments: Arguments) -> int:
+    """`rille doctor`"""
+    config = parse(DoctorConfig, arguments or ["--preset", DoctorConfig.preset], "doctor")
+
+    from rille.doctor import doctor
+
+    for line in doctor(model_config(config.preset), config.preset):
+        print(line)
+    return 0
+
+
 def model_config(name: str) -> K3Config:
     """The config of a preset or of a checkpoint."""
     from rille.model.config import K3Config
@@ -293,6 +313,7 @@ VERBS = {
     "chat": Verb(chat, "talk with a checkpoint in the terminal: thinking, tools, pictures"),
     "convert": Verb(convert, "write a checkpoint anew: bf16, fp32, MXFP4 experts"),
     "plan": Verb(plan, "what a model needs: parameters, FLOPs, memory"),
+    "doctor": Verb(doctor, "what is installed here, and which backend each operation takes and why"),
 }
 
 if __name__ == "__main__":
