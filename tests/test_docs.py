@@ -8,8 +8,8 @@ import pytest
 import rille
 
 TOP = Path(__file__).resolve().parent.parent
-DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/api.md", "docs/paper-map.md")
-RUN = ("README.md", "docs/api.md")
+DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/api.md", "docs/chat.md", "docs/paper-map.md")
+RUN = ("README.md", "docs/api.md", "docs/chat.md")
 
 
 def text(document: str) -> str:

@@ -31,6 +31,7 @@ class Screen:
         self._channel: type | None = None  # of the text that stands on the last line
         self._ends_line = True
         self._has_warned = False
+        self._turn: list[Finished] = []  # its replies so far
 
     def show(self, event: ChatEvent) -> None:
         match event:
@@ -50,6 +51,7 @@ class Screen:
             case Finished():
                 self._finish(event)
             case OutOfRounds(rounds):
+                self._turn = []
                 self.note(f"stopped after {rounds} rounds of tool calls (--max-rounds); say something to go on", WRONG)
 
     def note(self, text: str, style: str = DIM) -> None:
@@ -63,6 +65,7 @@ class Screen:
     def break_off(self) -> None:
         """The reply was stopped."""
         self._finish_line()
+        self._turn = []
         self.note("stopped; what was said stays in the conversation")
 
     def replay(self, messages: Sequence[dict[str, Any]]) -> None:
@@ -99,10 +102,17 @@ class Screen:
         if event.faults and not event.reply.complete and not self._has_warned:
             self._has_warned = True
             self.note("(a checkpoint that was only trained on plain text does not know that format)")
-        if self.interactive:
-            speed = event.new / max(event.seconds, 1e-9)
-            kept = f", {event.kept:,} remembered" if event.kept else ""
-            self.note(f"[{event.new:,} tokens, {speed:.0f} tokens/s; {event.read:,} read{kept}]")
+        self._turn.append(event)
+        goes_on = event.reason == "end" and event.reply.calls
+        if self.interactive and not goes_on:
+            self._sum_up()
+
+    def _sum_up(self) -> None:
+        """One line for all replies of a turn."""
+        new, read, seconds = (sum(getattr(e, name) for e in self._turn) for name in ("new", "read", "seconds"))
+        kept = f", {self._turn[-1].kept:,} remembered" if self._turn[-1].kept else ""
+        self.note(f"[{new:,} tokens, {new / max(seconds, 1e-9):.0f} tokens/s; {read:,} read{kept}]")
+        self._turn = []
 
 
 def shorten(text: str, limit: int = MAX_SHOWN) -> str:

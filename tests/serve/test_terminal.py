@@ -4,12 +4,15 @@ import os
 import pty
 import re
 import select
+import shlex
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import tyro
 
 import rille
 from rille import cli
@@ -98,6 +101,15 @@ def test_commands(tokenizer, tmp_path, capsys):
 def test_mistakes(tokenizer, line, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         terminal(tokenizer).take(line)
+
+
+def test_the_page_is_true():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "chat.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `/(\w+)", page, re.MULTILINE)) == set(COMMANDS)
+    lines = re.findall(r"^[^`\n]*rille chat ([^`\n]+?)(?: 2>.*)?$", page, re.MULTILINE)
+    assert len(lines) == 5
+    for line in lines:
+        assert tyro.cli(ChatConfig, args=shlex.split(line)).checkpoint == "runs/first"
 
 
 @pytest.fixture(scope="module")
