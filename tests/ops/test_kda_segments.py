@@ -5,6 +5,8 @@ Cut or not, the result has to be the same, so the bounds are those of `test_kda_
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -17,6 +19,14 @@ from rille.packing import Packing
 from tests.ops.test_kda_triton import DEVICE, ERROR, INTERPRET, assert_equals_reference, draw, states
 
 PACKED = (1, 15, 1000, 0, 64, 129)
+
+
+def draw_remembering(lengths: tuple[int, ...], **shape: Any) -> tuple[list[Tensor], Gate]:
+    """Weak gates, and channels that no key overwrites: elsewhere a state is forgotten before the next segment."""
+    inputs, gate = draw(lengths, **shape)
+    inputs[1][..., ::2] = 0
+    inputs[3] = inputs[3] / 3 - 8
+    return inputs, gate
 
 
 def distance(got: Tensor, want: Tensor) -> float:
@@ -91,7 +101,7 @@ def test_tables_by_hand() -> None:
 
 @pytest.mark.parametrize("bound", [-5.0, None])
 def test_transition_is_what_the_recurrence_does(bound: float | None) -> None:
-    inputs, gate = draw(PACKED, K=8, V=5, bound=bound)
+    inputs, gate = draw_remembering(PACKED, K=8, V=5, bound=bound)
     packing = Packing.of(PACKED, device=DEVICE)
     q, k, v, z, b = (x.double() for x in inputs)
     start = states(packing, inputs).double()
@@ -102,7 +112,7 @@ def test_transition_is_what_the_recurrence_does(bound: float | None) -> None:
 
 
 def test_transitions_of_neighbours_multiply() -> None:
-    inputs, gate = draw((300,), K=8, V=5)
+    inputs, gate = draw_remembering((300,), K=8, V=5)
     inputs = [x.double() for x in inputs]
     parts = [
         segment_transition(*(x[rows] for x in inputs[1:]), gate, Packing.of((n,), device=DEVICE), backend="chunk")
@@ -116,7 +126,7 @@ def test_transitions_of_neighbours_multiply() -> None:
 @pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128), (64, 256)])
 def test_transition_by_the_kernels(K: int, V: int) -> None:
     lengths = (70, 0, 130) if K == V == 64 else (70,)
-    inputs, gate = draw(lengths, K=K, V=V)
+    inputs, gate = draw_remembering(lengths, K=K, V=V)
     packing = Packing.of(lengths, device=DEVICE)
     exact = segment_transition(*(x.double() for x in inputs[1:]), gate, packing, backend="chunk")
     got = segment_transition(*inputs[1:], gate, packing, backend="triton")
@@ -127,7 +137,7 @@ def test_transition_by_the_kernels(K: int, V: int) -> None:
 
 
 def test_transition_refuses_and_does_nothing_without_tokens() -> None:
-    inputs, gate = draw((0,))
+    inputs, gate = draw_remembering((0,))
     packing = Packing.of((0,), device=DEVICE)
     for backend in ("chunk", "triton"):
         p_SHKK, local_SHVK = segment_transition(*inputs[1:], gate, packing, backend=backend)
@@ -136,22 +146,28 @@ def test_transition_refuses_and_does_nothing_without_tokens() -> None:
         segment_transition(*inputs[1:], gate, packing, backend="reference")
 
 
+def test_memory_crosses_segments() -> None:
+    inputs, gate = draw_remembering((330,), H=1)
+    p_SHKK, _ = segment_transition(*inputs[1:], gate, Packing.of((330,), device=DEVICE), backend="triton")
+    assert p_SHKK.norm() > 1
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_packed_sequences_cut(size: int) -> None:
     with cutting(size):
-        assert_equals_reference(*draw(PACKED, H=1), PACKED, stateful=size != 2)
+        assert_equals_reference(*draw_remembering(PACKED, H=1), PACKED, stateful=size != 2)
 
 
 @pytest.mark.parametrize(("K", "V", "bound"), [(128, 128, -5.0), (64, 256, -5.0), (128, 64, None)])
 def test_widths_cut(K: int, V: int, bound: float | None) -> None:
     with cutting(1):
-        assert_equals_reference(*draw((200, 3), H=1, K=K, V=V, bound=bound), (200, 3))
+        assert_equals_reference(*draw_remembering((200, 3), H=1, K=K, V=V, bound=bound), (200, 3))
 
 
 @pytest.mark.parametrize("logit", [-12.0, -8.0, 12.0])
 def test_extreme_gates_cut(logit: float) -> None:
     lengths = (600,)
-    inputs, gate = draw(lengths, H=1)
+    inputs, gate = draw_remembering(lengths, H=1)
     inputs[3] = torch.full_like(inputs[3], logit)
     plain = Gate(torch.zeros_like(gate.A_log), torch.zeros_like(gate.dt_bias), -5.0)
     with cutting(2):
@@ -159,7 +175,7 @@ def test_extreme_gates_cut(logit: float) -> None:
 
 
 def test_repeated_keys_cut() -> None:
-    inputs, gate = draw((400,), H=1)
+    inputs, gate = draw_remembering((400,), H=1)
     inputs[1] = inputs[1][:1] + 0.05 * inputs[1]
     inputs[3] = torch.full_like(inputs[3], -12.0)
     inputs[4] = torch.full_like(inputs[4], 9.0)
@@ -169,7 +185,7 @@ def test_repeated_keys_cut() -> None:
 
 def test_nan_stays_in_its_sequence_and_after_its_place() -> None:
     lengths = (200, 300, 70)
-    inputs, gate = draw(lengths, H=1)
+    inputs, gate = draw_remembering(lengths, H=1)
     packing = Packing.of(lengths, device=DEVICE)
     with cutting(1):
         clean, clean_final = kda(*inputs, gate, packing, backend="triton")
@@ -182,7 +198,7 @@ def test_nan_stays_in_its_sequence_and_after_its_place() -> None:
 
 def test_pool_and_checkpoints_cut() -> None:
     lengths = (70, 0, 330)
-    inputs, gate = draw(lengths, H=1)
+    inputs, gate = draw_remembering(lengths, H=1)
     packing = Packing.of(lengths, device=DEVICE)
     start = states(packing, inputs)
     slots = torch.tensor([5, 1, 3], device=DEVICE)
@@ -204,7 +220,7 @@ def test_pool_and_checkpoints_cut() -> None:
 
 
 def test_cut_results_repeat_bit_for_bit() -> None:
-    inputs, gate = draw((333,), H=1)
+    inputs, gate = draw_remembering((333,), H=1)
     packing = Packing.of((333,), device=DEVICE)
     with cutting(1):
         first, second = (kda(*inputs, gate, packing, backend="triton") for _ in range(2))
@@ -213,7 +229,7 @@ def test_cut_results_repeat_bit_for_bit() -> None:
 
 
 def test_cut_sequences_are_differentiable() -> None:
-    inputs, gate = draw((200,), H=1)
+    inputs, gate = draw_remembering((200,), H=1)
     packing = Packing.of((200,), device=DEVICE)
     gradients = []
     for size in (1, None):
