@@ -51,18 +51,18 @@ def sigmoid(x):
 
 @gluon.jit
 def load_rows(pointer, channel_N, step: gl.constexpr, count, T: gl.constexpr):
-    """T rows, `step` apart, as a tuple; 0 from row `count` on. A thread has the same channels of every row."""
+    """T rows, `step` apart, as a tuple; anything from row `count` on. A thread has the same channels of every row."""
     rows = ()
     for t in gl.static_range(T):
-        here = gl.load(pointer + t * step + channel_N, mask=(channel_N >= 0) & (t < count), other=0.0)
-        rows = rows + (here,)
+        here_N = gl.full([channel_N.shape[0]], t, gl.int32, channel_N.type.layout) < count
+        rows = rows + (gl.load(pointer + t * step + channel_N, mask=here_N),)
     return rows
 
 
 @gluon.jit
-def store_rows(pointer, channel_N, step: gl.constexpr, rows, count, T: gl.constexpr):
-    for t in gl.static_range(T):
-        gl.store(pointer + t * step + channel_N, rows[t], mask=(channel_N >= 0) & (t < count))
+def store_rows(pointer, channel_N, step: gl.constexpr, rows, count: gl.constexpr):
+    for t in gl.static_range(count):
+        gl.store(pointer + t * step + channel_N, rows[t])
 
 
 @gluon.jit
@@ -303,11 +303,14 @@ def decode(
 @gluon.jit
 def verify(
     qkv, z, b, gate, y, past_qkv, past_z, past_u, accepted, conv_weight, A_log, dt_bias, norm_weight,
-    tails, states, slots, lower_bound, eps, tokens, past_tokens, qkv_row, z_row, b_row, gate_row, tail_slot, state_slot,
+    tails, states, slots, lower_bound, eps,
+    tokens: gl.constexpr, past_tokens: gl.constexpr, qkv_row, z_row, b_row, gate_row, tail_slot, state_slot,
     H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, W: gl.constexpr, BOUNDED: gl.constexpr, LANES: gl.constexpr,
-    T: gl.constexpr, P: gl.constexpr, LOG_T: gl.constexpr, LOG_P: gl.constexpr,
+    LOG_T: gl.constexpr, LOG_P: gl.constexpr,
 ):  # fmt: skip
-    """Grid (H, B). Commit, then try, as in the twin. T = 2^LOG_T and P = 2^LOG_P hold `tokens` and `past_tokens`."""
+    """Grid (H, B). Commit, then try, as in the twin. Tiles have T = 2^LOG_T and P = 2^LOG_P rows."""
+    T: gl.constexpr = 1 << LOG_T
+    P: gl.constexpr = 1 << LOG_P
     HK: gl.constexpr = H * K
     HV: gl.constexpr = H * V
     C: gl.constexpr = 2 * HK + HV
@@ -355,10 +358,10 @@ def verify(
         store_tail(tail, q_K, q1, q2, q3, W, C)
         store_tail(tail, k_K, k1, k2, k3, W, C)
         store_tail(tail, v_V, v1, v2, v3, W, C)
-    store_rows(past_qkv, k_K, C, xk, tokens, T)
-    store_rows(past_qkv, v_V, C, xv, tokens, T)
-    store_rows(past_qkv, q_K, C, xq, tokens, T)
-    store_rows(past_z, q_K, HK, z_rows, tokens, T)
+    store_rows(past_qkv, k_K, C, xk, tokens)
+    store_rows(past_qkv, v_V, C, xv, tokens)
+    store_rows(past_qkv, q_K, C, xq, tokens)
+    store_rows(past_z, q_K, HK, z_rows, tokens)
     k_past = gl.allocate_shared_memory(gl.float32, [P, K], TILE)
     alpha_past = gl.allocate_shared_memory(gl.float32, [P, K], TILE)
     u_past = gl.allocate_shared_memory(gl.float32, [P, V], TILE)

@@ -52,9 +52,8 @@ def gluon_options(spread: Spread) -> dict[str, Any]:
 
 
 def tiles(tokens: int, past_tokens: int) -> dict[str, int]:
-    """Rows of the Gluon kernel's tiles, powers of two, and their logarithms."""
-    log_t, log_p = max(tokens - 1, 0).bit_length(), max(past_tokens - 1, 0).bit_length()
-    return dict(T=1 << log_t, P=1 << log_p, LOG_T=log_t, LOG_P=log_p)
+    """log2 of the rows of the Gluon kernel's tiles, which hold the tokens and those remembered."""
+    return dict(LOG_T=max(tokens - 1, 0).bit_length(), LOG_P=max(past_tokens - 1, 0).bit_length())
 
 
 def decode(inputs: Projected, layer: DecodeLayer, pools: Pools, slots_B: Tensor, name: str) -> Tensor:

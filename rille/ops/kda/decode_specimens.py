@@ -25,7 +25,9 @@ def specimen(name: str, kernel: Any, K: int = 128, V: int = 128, bounded: bool =
     spread = choose(K, V)
     if "gluon" in name:
         constexprs |= dict(LANES=spread.lanes)
-        constexprs |= decode_launch.tiles(tokens, tokens) if "verify" in name else {}
+        constexprs |= (
+            decode_launch.tiles(tokens, tokens) | dict(tokens=tokens, past_tokens=tokens) if "verify" in name else {}
+        )
     signature: dict[str, Any] = {arg: TYPES[arg] for arg in kernel.arg_names if arg not in constexprs}
     maxnreg = spread.maxnreg if "gluon" in name else None
     return Specimen(f"kda_{name}", kernel, signature, constexprs, spread.num_warps, divisible=WHOLE, maxnreg=maxnreg)
