@@ -100,7 +100,7 @@ examples
   rille chat runs/first
   rille convert runs/first first-mxfp4 --experts mxfp4
   rille plan k3 --context 1048576
-  rille doctor"""
+  rille doctor --preset k3"""
 
 
 # --- verbs ------------------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ def test_every_verb_explains_itself(verb, capsys):
     assert f"usage: rille {verb}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("verb", cli.VERBS)
+@pytest.mark.parametrize("verb", [verb for verb in cli.VERBS if verb != "doctor"])  # which needs nothing
 def test_a_verb_alone_explains_itself_too(verb, capsys):
     assert rille(verb) == 2
     assert f"usage: rille {verb}" in capsys.readouterr().out
