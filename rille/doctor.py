@@ -145,9 +145,14 @@ def operation_lines(torch: ModuleType | None, config: K3Config, device: str) -> 
     if torch is None:
         yield "  unknown without torch"
         return
-    from rille.ops.backends import report
+    try:
+        from rille.ops.backends import report
 
-    for choice in report(config, device):
+        choices = report(config, device)
+    except (ImportError, OSError, RuntimeError) as error:  # a broken triton, a full card
+        yield f"  unknown: {' '.join(str(error).split())}"
+        return
+    for choice in choices:
         yield f"  {choice.op:<16} {choice.backend:<10} {choice.reason}"
 
 

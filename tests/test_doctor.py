@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from rille import cli, doctor
+from rille.model.presets import PRESETS
+from rille.ops import backends
 
 TOP = Path(__file__).resolve().parent.parent
 
@@ -50,6 +52,12 @@ def test_without_torch():
     assert run.returncode == 0 and not run.stderr
     assert "operations of nano on cpu" in run.stdout
     assert run.stdout.splitlines()[-1].startswith("not ready: torch cannot be imported: libtorch.so")
+
+
+def test_a_failing_report_is_a_line(monkeypatch):
+    monkeypatch.setattr(backends, "report", fail)
+    lines = list(doctor.operation_lines(torch, PRESETS["tiny"], "cpu"))
+    assert lines == ["  unknown: CUDA error: out of memory and more"]
 
 
 def stub(release: str, **cuda) -> SimpleNamespace:
