@@ -104,6 +104,11 @@ class Conversation:
         self._sampler = Sampler(self.config.temperature, self.config.top_p, generator)
 
     @property
+    def max_positions(self) -> int:
+        """Tokens that the checkpoint was made for, as its config says."""
+        return self._model.config.max_positions
+
+    @property
     def history(self) -> list[Json]:
         """The messages behind the system message, if there is one."""
         return ([{"role": "system", "content": self.system}] if self.system else []) + self.messages

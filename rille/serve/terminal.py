@@ -21,7 +21,7 @@ import torch
 
 from rille.model.checkpoint import load_model
 from rille.model.locate import find_checkpoint
-from rille.serve.chat import Conversation, check_chat_format
+from rille.serve.chat import ChatEvent, Conversation, Finished, check_chat_format
 from rille.serve.config import ChatConfig
 from rille.serve.generate import check_device
 from rille.serve.screen import Screen
@@ -70,7 +70,7 @@ class Terminal:
 
     def __init__(self, conversation: Conversation, screen: Screen):
         self.conversation, self.screen = conversation, screen
-        self.is_open = True
+        self.is_open, self.is_long = True, False
 
     def run(self, interactive: bool) -> None:
         """Take lines until the input ends or `/quit`. Raises ValueError or OSError for a fault in lines from a pipe."""
@@ -79,8 +79,9 @@ class Terminal:
                 if self.is_open and line.strip():
                     self.take(line.rstrip("\r\n"))
             return
-        import readline  # noqa: F401 : its import gives `input` a line editor and a history
+        import readline  # gives `input` a line editor and a history
 
+        readline.parse_and_bind("set enable-bracketed-paste on")  # what is pasted is one message, however many lines
         while self.is_open:
             try:
                 if (line := input("> ")).strip():
@@ -105,10 +106,18 @@ class Terminal:
             with closing(self.conversation.say(text)) as events:
                 for event in events:
                     self.screen.show(event)
+                    self.warn_of_length(event)
         except KeyboardInterrupt:
             if not self.screen.interactive:
                 raise
             self.screen.break_off()
+
+    def warn_of_length(self, event: ChatEvent) -> None:
+        """Say once that the conversation has outgrown what the checkpoint was made for; the model goes on."""
+        limit = self.conversation.max_positions
+        if isinstance(event, Finished) and not self.is_long and event.kept + event.read + event.new > limit:
+            self.is_long = True
+            self.screen.note(f"the conversation is longer than the {limit:,} tokens that this checkpoint was made for")
 
     def obey(self, line: str) -> None:
         name, _, argument = line[1:].partition(" ")

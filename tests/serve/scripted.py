@@ -21,7 +21,7 @@ class Scripted:
 
     def __init__(self, tokenizer: TrainedTokenizer, replies: list[list[int]]):
         self.config: Any = SimpleNamespace(
-            vocab_size=tokenizer.vocab_size + 3, eos_id=None, vision=None, media_pad_id=None
+            vocab_size=tokenizer.vocab_size + 3, eos_id=None, vision=None, media_pad_id=None, max_positions=1000
         )
         self.replies = [list(reply) for reply in replies]
         self.read: list[int] = []
