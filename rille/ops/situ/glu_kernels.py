@@ -45,8 +45,10 @@ def tanh_parts(x, FAST: tl.constexpr):
 @triton.jit
 def place(N_COLUMNS, BLOCK: tl.constexpr):
     """Row (64 bits), columns, and which of them there are."""
-    column_B = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    return tl.program_id(1).to(tl.int64), column_B, column_B < N_COLUMNS
+    blocks = tl.cdiv(N_COLUMNS, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    column_B = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    return row, column_B, column_B < N_COLUMNS
 
 
 @triton.jit
@@ -54,7 +56,7 @@ def glu_forward(
     gate, up, out, N_COLUMNS, gate_row, up_row, A: tl.constexpr, B: tl.constexpr, CAPPED: tl.constexpr,
     BLOCK: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Grid (columns / BLOCK, rows). out is dense. A, B: the caps."""
+    """Grid (rows * columns / BLOCK). out is dense. A, B: the caps."""
     row, column_B, inside_B = place(N_COLUMNS, BLOCK)
     g_B = tl.load(gate + row * gate_row + column_B, mask=inside_B, other=0.0).to(tl.float32)
     u_B = tl.load(up + row * up_row + column_B, mask=inside_B, other=0.0).to(tl.float32)
@@ -74,7 +76,7 @@ def glu_backward(
     dy, gate, up, d_gate, d_up, N_COLUMNS, dy_row, gate_row, up_row, A: tl.constexpr, B: tl.constexpr,
     CAPPED: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Grid (columns / BLOCK, rows). d_gate and d_up are dense."""
+    """Grid (rows * columns / BLOCK). d_gate and d_up are dense."""
     row, column_B, inside_B = place(N_COLUMNS, BLOCK)
     dy_B = tl.load(dy + row * dy_row + column_B, mask=inside_B, other=0.0).to(tl.float32)
     g_B = tl.load(gate + row * gate_row + column_B, mask=inside_B, other=0.0).to(tl.float32)

@@ -27,8 +27,8 @@ def layout(*tensors: Tensor) -> tuple[int, int]:
     return (1, N * F) if all(x.is_contiguous() for x in tensors) else (N, F)
 
 
-def grid(rows: int, columns: int) -> tuple[int, int]:
-    return -(-columns // BLOCK), rows
+def grid(rows: int, columns: int) -> tuple[int]:
+    return (rows * -(-columns // BLOCK),)
 
 
 @torch.library.custom_op("rille::glu", mutates_args=())
