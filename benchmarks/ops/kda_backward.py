@@ -137,7 +137,7 @@ def sizes_of(exact: tuple[Tensor, ...], case: Case) -> list[Tensor]:
     """What each gradient's error is measured against: the gradient; for the two that sum over tokens, the sum of the
     terms' sizes, since terms that cancel leave an error of the terms' own size."""
     sizes, dz_NHK = list(exact), exact[3]
-    x_NHK = case.leaves[2].detach().double() + case.leaves[6].detach().double()
+    x_NHK = case.leaves[3].detach().double() + case.leaves[6].detach().double()
     sizes[5], sizes[6] = (dz_NHK * x_NHK).abs().sum((0, 2)), dz_NHK.abs().sum(0)
     return sizes
 
