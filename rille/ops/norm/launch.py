@@ -22,19 +22,22 @@ TILE = 2048  # elements of a program, in 4 warps; wider rows have more warps
 
 @dataclass(frozen=True)
 class Plan:
-    """Block of a row, rows of a tile, warps, programs a processor in the backward pass."""
+    """Block of a row, rows of a tile, warps; in the backward pass programs a processor, and registers of a thread so
+    that they fit there together."""
 
     BLOCK: int
     ROWS: int
     warps: int
     programs: int
+    registers: int
 
 
 @cache
 def plan(D: int) -> Plan:
     BLOCK = max(16, 1 << (D - 1).bit_length())
     warps = min(16, max(4, BLOCK // 512))
-    return Plan(BLOCK, max(1, TILE // BLOCK), warps, max(1, 32 // warps))
+    programs = 2 if warps > 8 else 16 // warps
+    return Plan(BLOCK, max(1, TILE // BLOCK), warps, programs, 65536 // (32 * warps * programs))
 
 
 def interpreting() -> bool:
@@ -90,7 +93,7 @@ def rms_norm_backward(
         launch: Any = rms_kernels.rms_backward[(programs,)]
         launch(
             dy, d_total, x, weight, rstd, dx, partial, N, dy.stride(0), x.stride(0), D=D, BLOCK=p.BLOCK,
-            ROWS=p.ROWS, ADD=d_total is not None, WEIGHT=weight is not None, num_warps=p.warps,
+            ROWS=p.ROWS, ADD=d_total is not None, WEIGHT=weight is not None, num_warps=p.warps, maxnreg=p.registers,
         )  # fmt: skip
     return dx, partial.sum(0)
 
@@ -153,7 +156,7 @@ def gated_rms_norm_backward(
         launch: Any = rms_kernels.gated_backward[(programs,)]
         launch(
             dy, o, gate, weight, rstd, d_o, d_gate, partial, N, dy.stride(0), o.stride(0), gate.stride(0), D=D,
-            BLOCK=p.BLOCK, ROWS=p.ROWS, num_warps=p.warps,
+            BLOCK=p.BLOCK, ROWS=p.ROWS, num_warps=p.warps, maxnreg=p.registers,
         )  # fmt: skip
     return d_o, d_gate, partial.sum(0)
 

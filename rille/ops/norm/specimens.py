@@ -21,7 +21,8 @@ def specimen(kernel: Any, name: str, D: int, absent: str = "", **flags: bool) ->
     constexprs: dict[str, Any] = dict(D=D, BLOCK=p.BLOCK, ROWS=p.ROWS) | flags | dict.fromkeys(absent.split())
     signature: dict[str, Any] = {name: TYPES[name] for name in kernel.arg_names if name not in constexprs}
     whole = tuple(name for name in TYPES if name not in ("eps", "N"))
-    return Specimen(f"norm_{name}_d{D}", kernel, signature, constexprs, p.warps, divisible=whole)
+    most = p.registers if "backward" in name else None
+    return Specimen(f"norm_{name}_d{D}", kernel, signature, constexprs, p.warps, divisible=whole, maxnreg=most)
 
 
 SPECIMENS = [
