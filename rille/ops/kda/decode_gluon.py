@@ -150,26 +150,72 @@ def write(S_VK, alpha_K, u_V, k_K):
 
 
 @gluon.jit
-def dot(S_VK, x_K, V: gl.constexpr, K: gl.constexpr):
-    """S x. A row's products are added in an order that no layout of 4 or 8 lanes a row changes: eight sums, of every
-    eighth group of four channels each, then those by halves."""
+def partial_dot(S_VK, x_K, V: gl.constexpr, K: gl.constexpr):
+    """S x as eight sums a row [V, 8], each of every eighth group of four channels."""
     parts: gl.constexpr = min(8, K // 4)
-    layout: gl.constexpr = gl.SliceLayout(1, S_VK.type.layout)
     product = (S_VK * x_K[None, :]).reshape([V, K // (4 * parts), parts, 4]).permute((0, 2, 1, 3))
-    sums = gl.sum(product.reshape([V, parts, K // parts]), 2)
-    return gl.convert_layout(gl.sum(sums, 1), layout, assert_trivial=True)
+    return gl.sum(product.reshape([V, parts, K // parts]), 2)
 
 
 @gluon.jit
-def advance(S_VK, alpha_K, k_K, q_K, v_V, beta, per_k, per_q, kq, V: gl.constexpr, K: gl.constexpr):
+def dots(S_VK, k_K, q_K, V: gl.constexpr, K: gl.constexpr, SCATTER: gl.constexpr):
+    """S k and S q, in the layout of the state's rows or (SCATTER) one row a lane. A row's products are added in one
+    order whatever the layouts are, the eight sums by halves: decode and verify may lie differently and agree bit for
+    bit. Between the lanes of a row that takes three shuffles for each of a thread's rows; to have one row a lane, a
+    trip through shared memory for all of them, and what follows is not repeated by every lane of a row."""
+    k_sums, q_sums = partial_dot(S_VK, k_K, V, K), partial_dot(S_VK, q_K, V, K)
+    if SCATTER:
+        return join_by_row(gl.join(k_sums, q_sums), V, min(8, K // 4))
+    else:
+        over_V: gl.constexpr = gl.SliceLayout(1, S_VK.type.layout)
+        k_V = gl.convert_layout(gl.sum(k_sums, 1), over_V, assert_trivial=True)
+        return k_V, gl.convert_layout(gl.sum(q_sums, 1), over_V, assert_trivial=True)
+
+
+@gluon.jit
+def join_by_row(sums, V: gl.constexpr, parts: gl.constexpr):
+    """Sums over the middle axis of [V, parts, 2], by halves as shuffles would add them, one row a lane."""
+    one_row: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 1], [32, 1], [gl.num_warps(), 1], [1, 0]))
+    meet: gl.constexpr = gl.BlockedLayout([1, parts, 2], [32, 1, 1], [gl.num_warps(), 1, 1], [2, 1, 0])
+    sums = gl.convert_layout(sums, meet)
+    for level in gl.static_range(3 if parts == 8 else 2):
+        sums = gl.sum(sums.reshape([V, 2, parts >> (level + 1), 2]), 1)
+    first_V, second_V = gl.split(sums.reshape([V, 2]))
+    first_V = gl.convert_layout(first_V, one_row, assert_trivial=True)
+    return first_V, gl.convert_layout(second_V, one_row, assert_trivial=True)
+
+
+@gluon.jit
+def advance(
+    S_VK, alpha_K, k_K, q_K, v_V, beta, per_k, per_q, kq, V: gl.constexpr, K: gl.constexpr, SCATTER: gl.constexpr
+):
     """One token: S, what it wrote (u), and o. Both products read the decayed state, so they do not wait for each
     other: o = S q = S' q + u (k.q)."""
     S_VK = S_VK * alpha_K[None, :]
-    error_V = v_V - dot(S_VK, k_K, V, K) * per_k
-    read_V = dot(S_VK, q_K, V, K) * per_q
-    error_V = beta * error_V
+    said_V, read_V = dots(S_VK, k_K, q_K, V, K, SCATTER)
+    error_V = beta * gl.fma(said_V, -per_k, v_V)
     u_V = error_V * per_k
-    return gl.fma(u_V[:, None], k_K[None, :], S_VK), u_V, gl.fma(error_V, kq, read_V)
+    spread_u_V = gl.convert_layout(u_V, gl.SliceLayout(1, S_VK.type.layout))
+    return gl.fma(spread_u_V[:, None], k_K[None, :], S_VK), u_V, gl.fma(error_V, kq, read_V * per_q)
+
+
+@gluon.jit
+def draft(
+    S_VK, t, tiles, past_u, y, H: gl.constexpr, V: gl.constexpr, K: gl.constexpr, SCATTER: gl.constexpr
+):  # fmt: skip
+    """S after new token t; its write goes to `past_u` and its o to `y`."""
+    over_K: gl.constexpr = gl.SliceLayout(0, S_VK.type.layout)
+    one_row: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 1], [32, 1], [gl.num_warps(), 1], [1, 0]))
+    by_row: gl.constexpr = one_row if SCATTER else gl.SliceLayout(1, S_VK.type.layout)
+    S_VK, u_V, o_V = advance(
+        S_VK, row_of(tiles[0], t, over_K), row_of(tiles[1], t, over_K), row_of(tiles[2], t, over_K),
+        row_of(tiles[3], t, by_row), row_of(tiles[4], t, by_row), row_of(tiles[5], t, by_row),
+        row_of(tiles[6], t, by_row), row_of(tiles[7], t, by_row), V, K, SCATTER,
+    )  # fmt: skip
+    v_V = t * (H * V) + gl.arange(0, V, layout=by_row)
+    gl.store(past_u + v_V, u_V)
+    gl.store(y + v_V, o_V.to(y.dtype.element_ty))
+    return S_VK
 
 
 @gluon.jit
@@ -291,7 +337,7 @@ def decode(
     S_VK, _, o_V = advance(
         S_VK, row_of(alpha_smem, 0, over_K), row_of(k_smem, 0, over_K), row_of(q_smem, 0, over_K),
         row_of(v_smem, 0, over_V), beta, row_of(scales[0], 0, over_V), row_of(scales[1], 0, over_V),
-        row_of(scales[2], 0, over_V), V, K,
+        row_of(scales[2], 0, over_V), V, K, False,
     )  # fmt: skip
     gl.store(state_VK, S_VK)
     o_smem = gl.allocate_shared_memory(gl.float32, [1, V], TILE)
@@ -306,7 +352,7 @@ def verify(
     tails, states, slots, lower_bound, eps,
     tokens: gl.constexpr, past_tokens: gl.constexpr, qkv_row, z_row, b_row, gate_row, tail_slot, state_slot,
     H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, W: gl.constexpr, BOUNDED: gl.constexpr, LANES: gl.constexpr,
-    LOG_T: gl.constexpr, LOG_P: gl.constexpr,
+    SCATTER: gl.constexpr, LOG_T: gl.constexpr, LOG_P: gl.constexpr,
 ):  # fmt: skip
     """Grid (H, B). Commit, then try, as in the twin. Tiles have T = 2^LOG_T and P = 2^LOG_P rows."""
     T: gl.constexpr = 1 << LOG_T
@@ -348,8 +394,7 @@ def verify(
     S_layout: gl.constexpr = gl.BlockedLayout([rows, 4], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
     over_K: gl.constexpr = gl.SliceLayout(0, S_layout)
     over_V: gl.constexpr = gl.SliceLayout(1, S_layout)
-    row_V = gl.arange(0, V, layout=over_V)
-    state_VK = states + slot * state_slot + head * (V * K) + row_V[:, None] * K
+    state_VK = states + slot * state_slot + head * (V * K) + gl.arange(0, V, layout=over_V)[:, None] * K
     state_VK += gl.arange(0, K, layout=over_K)[None, :]
     S_VK = gl.load(state_VK)
 
@@ -388,14 +433,11 @@ def verify(
         S_VK = write(S_VK, row_of(alpha_past, t, over_K), row_of(u_past, t, over_V), row_of(k_past, t, over_K))
     if count > 0:
         gl.store(state_VK, S_VK)
-    for t in range(tokens):
-        S_VK, u_V, o_V = advance(
-            S_VK, row_of(alpha_smem, t, over_K), row_of(k_smem, t, over_K), row_of(q_smem, t, over_K),
-            row_of(v_smem, t, over_V), row_of(beta_smem, t, over_V), row_of(scales[0], t, over_V),
-            row_of(scales[1], t, over_V), row_of(scales[2], t, over_V), V, K,
-        )  # fmt: skip
-        gl.store(past_u + t * HV + row_V, u_V)
-        gl.store(y + t * HV + row_V, o_V.to(y.dtype.element_ty))
+    tiles = (alpha_smem, k_smem, q_smem, v_smem, beta_smem, scales[0], scales[1], scales[2])
+    for t in range(tokens - 1):
+        S_VK = draft(S_VK, t, tiles, past_u, y, H, V, K, SCATTER)
+    if tokens > 0:
+        draft(S_VK, tokens - 1, tiles, past_u, y, H, V, K, SCATTER)  # nobody needs the state after it
     barrier()  # o stands in y: what other warps wrote there is read now, and overwritten when all have read
     o_TV = gl.load(y + offsets, mask=here, other=0.0).to(gl.float32)
     y_TV = gated_norm(o_TV, gate_TV, weight_V, eps, V)

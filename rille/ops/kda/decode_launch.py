@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 
 class Spread(NamedTuple):
     """How one program's state lies in registers: over `num_warps` warps, a row of it over `lanes` lanes; `maxnreg`
-    makes room for one more program on an SM."""
+    makes room for one more program on an SM; `scatter` (verify): a row's sums meet in one lane, not in all of its."""
 
     num_warps: int
     lanes: int
     maxnreg: int | None = None
+    scatter: bool = False
 
 
 def lanes(K: int) -> int:
@@ -38,7 +39,7 @@ def decode_spread(K: int, V: int) -> Spread:
 
 def verify_spread(K: int, V: int) -> Spread:
     """128 elements in a thread: work on vectors is repeated by every warp, so fewer warps issue less."""
-    return Spread(max(4, K * V // (32 * 128)), lanes(K))
+    return Spread(max(4, K * V // (32 * 128)), lanes(K), scatter=True)
 
 
 def twin_options(K: int, V: int) -> dict[str, Any]:
@@ -122,7 +123,8 @@ def verify_op(
     if B == 0:
         return y
     kernel: Any = decode_gluon.verify if name == "gluon" else decode_kernels.verify
-    gluon = gluon_options(verify_spread(K, V)) | tiles(T, P)
+    spread = verify_spread(K, V)
+    gluon = gluon_options(spread) | tiles(T, P) | dict(SCATTER=spread.scatter)
     options = gluon if name == "gluon" else twin_options(K, V)
     kernel[(H, B)](
         qkv, z, b, gate, y, past_qkv, past_z, past_u, accepted, conv_weight, A_log, dt_bias, norm_weight,

@@ -26,7 +26,9 @@ def specimen(name: str, kernel: Any, K: int = 128, V: int = 128, bounded: bool =
     if "gluon" in name:
         constexprs |= dict(LANES=spread.lanes)
         constexprs |= (
-            decode_launch.tiles(tokens, tokens) | dict(tokens=tokens, past_tokens=tokens) if "verify" in name else {}
+            decode_launch.tiles(tokens, tokens) | dict(tokens=tokens, past_tokens=tokens, SCATTER=spread.scatter)
+            if "verify" in name
+            else {}
         )
     signature: dict[str, Any] = {arg: TYPES[arg] for arg in kernel.arg_names if arg not in constexprs}
     maxnreg = spread.maxnreg if "gluon" in name else None
