@@ -183,17 +183,17 @@ def measure_cut(
         segments = segments_of(packing, H, SMs, 128, 128)
     sizes = plan_segments(work.lengths, H, SMs, size=size)
     assert segments is not None and sizes is not None
+    whole = (packing.starts, packing.longest_first, packing.chunks(64).first)
     row = {"model": microseconds(sizes, H, SMs, 128, 128, Costs()) / 1000}
-    states = launch.border_states(made, v, segments, None)
+    states, transitions = launch.border_states(made, v, segments, None)
     tables = (segments.jobs_J6, segments.products_P2, None, None, states)
     for name, stages in (("segment3", 3), ("segment", 2)):
         launch.SEGMENT_OPTIONS["STAGES"] = stages
         row[name] = median_ms(lambda: launch.run_segments(made, v, *tables))
-    transitions = launch.run_segments(made, v, *tables)
     row["fold"] = median_ms(lambda: launch.fold(states, transitions, segments.chains_Q3))
     indices = (segments.starts_G1, segments.order_G, segments.first_G)
     row |= measure_passes(lambda: kernels.state_pass(made, v, *indices, states, states))
-    row["sum"] = median_ms(lambda: launch.segmented_state_pass(made, v, segments, None, final))
+    row["sum"] = median_ms(lambda: kernels.recurrence(list(segments), made, v, *whole, None, final))
     return row
 
 

@@ -254,5 +254,5 @@ def test_ops_hold_the_rules_of_torch_library() -> None:
     made = forward(*tokens, gate, case.packing, state)
     indices = (chunks.spans, case.packing.starts, case.packing.longest_first, chunks.first)
     inputs = Inputs._make([*tokens, A_log, dt_bias, -5.0, *indices, state])
-    arguments = (*inputs, made.t_MHCC, made.a_MHCC, made.o_NHV, case.do, case.dfinal)
+    arguments = (*inputs, made.t_MHCC, made.a_MHCC, made.o_NHV, case.do, case.dfinal, [])
     torch.library.opcheck(kda_backward, arguments, test_utils=("test_schema", "test_faketensor"))

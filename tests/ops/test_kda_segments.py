@@ -14,6 +14,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from rille.ops.kda import Gate, PooledState, kda, segment_transition
+from rille.ops.kda.forward import forward_from_states
+from rille.ops.kda.function import kda_backward
 from rille.ops.kda.segments import Costs, Plan, cut, cutting, microseconds, plan_segments, segments_of, tables
 from rille.packing import Packing
 from tests.ops.test_kda_triton import DEVICE, ERROR, INTERPRET, assert_equals_reference, draw, states
@@ -91,11 +93,14 @@ def test_tables_by_hand() -> None:
     assert made.starts_G1.tolist() == [0, 10, 138, 202, 260, 260, 324]
     assert made.order_G.tolist() == [1, 2, 5, 3, 0, 4]
     assert made.first_G.tolist() == [0, 1, 3, 4, 5, 5]
-    assert made.last_S.tolist() == [0, 3, 4, 5]
+    assert made.head_S.tolist() == [0, 1, 4, 5] and made.last_S.tolist() == [0, 3, 4, 5]
     jobs = [[10, 128, 1, 1, 1, 2], [138, 64, 3, -1, -1, 3]]  # of the long sequence: its first two segments
     jobs += [[0, 0, 0, 0, 0, -1], [260, 0, 5, 2, 4, -1], [260, 0, 5, 3, 5, -1]]  # of the others: the initial state
     assert made.jobs_J6.tolist() == jobs
     assert made.products_P2.tolist() == [[3, 1]] and made.chains_Q3.tolist() == [[2, 1, 0]]
+    back = [[10 + 64 * 2, 64, 3, -1, -1, 1], [202, 58, 4, 1, 3, 2]]
+    back += [[0, 0, 0, 0, 0, -1], [260, 0, 5, 2, 4, -1], [260, 0, 5, 3, 5, -1]]
+    assert made.back_J6.tolist() == back and made.back_Q3.tolist() == [[2, 1, 0]]
     assert {x.data_ptr() % 16 for x in made} == {0}
 
 
@@ -228,15 +233,71 @@ def test_cut_results_repeat_bit_for_bit() -> None:
     assert torch.equal(first[1], second[1])
 
 
-def test_cut_sequences_are_differentiable() -> None:
+def gradients(inputs: list[Tensor], gate: Gate, lengths: tuple[int, ...], backend: str, dtype: Any) -> list[Tensor]:
+    """Of q, k, v, z, b, the parameters of the gate and the initial states, with gradients of o and the final states."""
+    packing = Packing.of(lengths, device=DEVICE)
+    leaves = [*inputs, gate.A_log, gate.dt_bias, states(packing, inputs)]
+    leaves = [x.detach().to(dtype or x.dtype).requires_grad_() for x in leaves]
+    o, final = kda(*leaves[:5], Gate(leaves[5], leaves[6], gate.lower_bound), packing, leaves[7], backend=backend)
+    generator = torch.Generator().manual_seed(3)
+    do, dfinal = (torch.randn(x.shape, generator=generator).to(DEVICE) for x in (o, leaves[7]))
+    assert final is not None
+    return list(torch.autograd.grad((o * do.to(o.dtype)).sum() + (final * dfinal.to(final.dtype)).sum(), leaves))
+
+
+NAMES = ("dq", "dk", "dv", "dz", "db", "dA_log", "ddt_bias", "dstate")
+GRADIENT_ERROR = 480 * 2.0**-24 if INTERPRET else 3e-2
+
+
+@pytest.mark.parametrize(("lengths", "size"), [((1, 15, 400, 0, 64, 129), 1), ((70, 450), 2)])
+def test_gradients_cut(lengths: tuple[int, ...], size: int) -> None:
+    inputs, gate = draw_remembering(lengths, H=1)
+    exact = gradients(inputs, gate, lengths, "reference", torch.float64)
+    with cutting(size):
+        got = gradients(inputs, gate, lengths, "triton", None)
+    for name, x, y in zip(NAMES, got, exact, strict=True):
+        assert distance(x, y) <= GRADIENT_ERROR, f"{name} is off by {distance(x, y):.1e}"
+    start = 0
+    for length in lengths:
+        for border in range(start + 64 * size, start + length, 64 * size):  # one row before and one after
+            for name, x, y in zip(NAMES[:5], got, exact, strict=False):
+                rows, of = slice(border - 1, border + 1), y[start : start + length]
+                limit = 4 * GRADIENT_ERROR * of.norm() / of.shape[0] ** 0.5
+                assert (x[rows].double() - y[rows]).norm() <= limit, f"{name} at token {border}"
+        start += length
+
+
+@pytest.mark.parametrize(("K", "V"), [(128, 128), (64, 256), (128, 64)])
+def test_gradients_cut_of_widths(K: int, V: int) -> None:
+    inputs, gate = draw_remembering((200, 3), H=1, K=K, V=V)
+    exact = gradients(inputs, gate, (200, 3), "reference", torch.float64)
+    with cutting(1):
+        got = gradients(inputs, gate, (200, 3), "triton", None)
+    for name, x, y in zip(NAMES, got, exact, strict=True):
+        assert distance(x, y) <= GRADIENT_ERROR, f"{name} is off by {distance(x, y):.1e}"
+
+
+def test_ops_hold_the_rules_of_torch_library() -> None:
+    inputs, gate = draw((150, 3), H=1)
+    packing = Packing.of((150, 3), device=DEVICE)
+    with cutting(1):
+        tables_of_cut = list(segments_of(packing, 1, 1, 64, 64) or ())
+    indices = (packing.chunks(64).spans, packing.starts, packing.longest_first, packing.chunks(64).first)
+    tokens = (*inputs, gate.A_log, gate.dt_bias, gate.lower_bound, *indices, states(packing, inputs))
+    made = forward_from_states(*tokens, tables_of_cut)
+    rules = ("test_schema", "test_faketensor")
+    torch.library.opcheck(forward_from_states, (*tokens, tables_of_cut), test_utils=rules)
+    grads = (torch.ones_like(made[0]), torch.ones_like(made[1]))
+    arguments = (*tokens, made[2], made[3], made[0], *grads, [*made[4:], *tables_of_cut])
+    torch.library.opcheck(kda_backward, arguments, test_utils=rules)
+
+
+def test_gradients_cut_without_a_state() -> None:
     inputs, gate = draw_remembering((200,), H=1)
-    packing = Packing.of((200,), device=DEVICE)
-    gradients = []
+    packing, found = Packing.of((200,), device=DEVICE), []
     for size in (1, None):
-        leaves = [x.detach().requires_grad_() for x in (*inputs, states(packing, inputs))]
+        leaves = [x.detach().requires_grad_() for x in inputs]
         with cutting(size):
-            o, final = kda(*leaves[:5], gate, packing, leaves[5], backend="triton")
-            assert final is not None
-            gradients.append(torch.autograd.grad(o.square().sum() + final.square().sum(), leaves))
-    for x, y in zip(*gradients, strict=True):
-        assert distance(x, y.double()) <= 4 * ERROR
+            found.append(torch.autograd.grad(kda(*leaves, gate, packing, backend="triton")[0].sum(), leaves))
+    for name, x, y in zip(NAMES, *found, strict=False):
+        assert distance(x, y.double()) <= GRADIENT_ERROR, f"{name} is off by {distance(x, y.double()):.1e}"

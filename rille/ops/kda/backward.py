@@ -26,6 +26,8 @@ from rille.ops.kda.backward_kernels import prepare_kernel, reverse_kernel, state
 from rille.ops.kda.backward_local import local_kernel
 from rille.ops.kda.chunk import CHUNK
 from rille.ops.kda.forward import anchors, multiprocessors, operand_type, packed_heads, types
+from rille.ops.kda.segment_launch import border_gradients
+from rille.ops.kda.segments import Segments
 
 LOCAL_SLICE = 64  # key channels that the last kernel works on at a time; 16 for each warp
 LOCAL_FETCH = True  # ask for later tiles at the start
@@ -72,8 +74,23 @@ class Inputs(NamedTuple):
     initial_SHVK: Tensor | None
 
 
+class Cut(NamedTuple):
+    """Sequences cut into segments (`segments.py`), and what the forward pass found at their borders: the state before
+    each segment, the transitions of those in the middle."""
+
+    before_GHVK: Tensor
+    transitions_PHKK: Tensor
+    segments: Segments
+
+
 def backward(
-    inputs: Inputs, t_MHCC: Tensor, a_MHCC: Tensor, o_NHV: Tensor, do_NHV: Tensor, dfinal_SHVK: Tensor | None
+    inputs: Inputs,
+    t_MHCC: Tensor,
+    a_MHCC: Tensor,
+    o_NHV: Tensor,
+    do_NHV: Tensor,
+    dfinal_SHVK: Tensor | None,
+    cut: Cut | None = None,
 ) -> Gradients:
     """Gradients of sum(o do) + sum(final dfinal), each in its input's type; those of A_log, dt_bias and the initial
     states in fp32. t, a, o: from `forward.forward`. Not for the softplus gate."""
@@ -85,12 +102,36 @@ def backward(
     if inputs.spans_M2.shape[0] * inputs.q_NHK.shape[1] == 0:
         return without_tokens(inputs, dfinal_SHVK)
     prepared = prepare(inputs)
-    u_MHCV, states_MHVK = states(inputs, prepared, t_MHCC)
-    dv_NHV, dstates_MHVK, dinitial_SHVK = reverse(inputs, prepared, t_MHCC, a_MHCC, do_NHV, dfinal_SHVK)
+    walked = inputs
+    if cut is not None:
+        walked, dfinal_SHVK = segments_as_sequences(inputs, prepared, t_MHCC, a_MHCC, do_NHV, dfinal_SHVK, cut)
+    u_MHCV, states_MHVK = states(walked, prepared, t_MHCC)
+    dv_NHV, dstates_MHVK, dinitial_SHVK = reverse(walked, prepared, t_MHCC, a_MHCC, do_NHV, dfinal_SHVK)
+    if cut is not None and dinitial_SHVK is not None:
+        wanted = inputs.initial_SHVK is not None
+        dinitial_SHVK = dinitial_SHVK.index_select(0, cut.segments.head_S) if wanted else None
     operands = (u_MHCV, states_MHVK, dstates_MHVK)
     numbers = prepared[4:]
     del prepared
     return local(inputs, o_NHV, do_NHV, dv_NHV, dinitial_SHVK, *operands, *numbers)
+
+
+def segments_as_sequences(
+    inputs: Inputs,
+    prepared: Prepared,
+    t_MHCC: Tensor,
+    a_MHCC: Tensor,
+    do_NHV: Tensor,
+    dfinal_SHVK: Tensor | None,
+    cut: Cut,
+) -> tuple[Inputs, Tensor]:
+    """Inputs of the two passes, in which each segment is a sequence with its own initial state, and the gradients of
+    the states after segments."""
+    operands = (t_MHCC, a_MHCC, prepared.q_start_MHCK, prepared.k_start_MHCK, prepared.k_end_MHCK)
+    gradients = (prepared.decay_MHK, cut.segments, cut.transitions_PHKK, dfinal_SHVK)
+    dafter_GHVK = border_gradients(operands, do_NHV, *gradients)
+    indices = dict(starts=cut.segments.starts_G1, order_S=cut.segments.order_G, first_S=cut.segments.first_G)
+    return inputs._replace(**indices, initial_SHVK=cut.before_GHVK), dafter_GHVK
 
 
 def without_tokens(inputs: Inputs, dfinal_SHVK: Tensor | None) -> Gradients:

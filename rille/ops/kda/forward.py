@@ -16,33 +16,21 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
-from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rille.ops.kda.arguments import Gate, PooledState, State
 from rille.ops.kda.chunk import CHUNK, TILE, check_lower_bound
 from rille.ops.kda.intra import intra_kernel
+from rille.ops.kda.operands import INTERPRET, Intra, operand_type, packed_heads, packed_states, types
+from rille.ops.kda.segment_launch import border_states
 from rille.ops.kda.segments import Segments, segments_of
 from rille.ops.kda.state_pass import state_pass_kernel
 from rille.packing import Packing
 
-INTERPRET = bool(knobs.runtime.interpret)
 RING = not INTERPRET  # the state pass in Gluon; its Triton twin runs where this is False
 INTRA_OPTIONS: dict[str, Any] = {"num_warps": 4}
 KEY_WIDTHS, VALUE_WIDTHS = (64, 128), (64, 128, 256)
-
-
-class Intra(NamedTuple):
-    """What chunks hand to the recurrence; rows of a tail without a token are zero."""
-
-    t_MHCC: Tensor
-    a_MHCC: Tensor
-    minus_w_MHCK: Tensor
-    q_start_MHCK: Tensor  # q 2^G, normalised and scaled
-    k_end_MHCK: Tensor  # k 2^(Gc-G), normalised
-    decay_MHK: Tensor  # 2^Gc, fp32
 
 
 class Forward(NamedTuple):
@@ -89,7 +77,7 @@ def forward(
     if isinstance(state, PooledState):
         o_NHV, t_MHCC, a_MHCC = forward_in_pool(*inputs, state.pool, state.slots, state.checkpoints, segments)
         return Forward(o_NHV, None, t_MHCC, a_MHCC)
-    return Forward(*forward_from_states(*inputs, state, segments))
+    return Forward(*forward_from_states(*inputs, state, segments)[:4])
 
 
 @torch.library.custom_op("rille::kda_forward", mutates_args=())
@@ -108,20 +96,27 @@ def forward_from_states(
     first_S: Tensor,
     initial_SHVK: Tensor | None,
     segments: list[Tensor],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """o, final states, T, A. segments: fields of `Segments`, or none."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """o, final states, T, A. segments: fields of `Segments`, or none; then `border_states` of them, else empty."""
     chunks = intra(q_NHK, k_NHK, z_NHK, b_NH, A_log, dt_bias, lower_bound, spans_M2)
     (_, H, V), K, S = v_NHV.shape, q_NHK.shape[2], first_S.shape[0]
     final_SHVK = v_NHV.new_empty(S, H, V, K, dtype=torch.float32)
-    o_NHV = recurrence(segments, chunks, v_NHV, starts, order_S, first_S, initial_SHVK, final_SHVK)
-    return o_NHV, final_SHVK, chunks.t_MHCC, chunks.a_MHCC
+    o_NHV, *borders = recurrence(segments, chunks, v_NHV, starts, order_S, first_S, initial_SHVK, final_SHVK)
+    return o_NHV, final_SHVK, chunks.t_MHCC, chunks.a_MHCC, borders[0], borders[1]
 
 
 @forward_from_states.register_fake
-def _(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, A_log, dt_bias, lower_bound, spans_M2, starts, order_S, first_S, *rest):
+def _(
+    q_NHK, k_NHK, v_NHV, z_NHK, b_NH, A_log, dt_bias, lower_bound, spans_M2, starts, order_S, first_S, initial, segments
+):
     (_, H, V), K, S = v_NHV.shape, q_NHK.shape[2], first_S.shape[0]
     o_NHV, t_MHCC, a_MHCC = fake_outputs(q_NHK, v_NHV, spans_M2)
-    return o_NHV, v_NHV.new_empty(S, H, V, K, dtype=torch.float32), t_MHCC, a_MHCC
+    borders = [(0,), (0,)]
+    if segments:
+        cut = Segments(*segments)
+        borders = [(cut.first_G.shape[0], H, V, K), (cut.products_P2.shape[0], H, K, K)]
+    states = [v_NHV.new_empty(size, dtype=torch.float32) for size in ((S, H, V, K), *borders)]
+    return o_NHV, states[0], t_MHCC, a_MHCC, states[1], states[2]
 
 
 @torch.library.custom_op("rille::kda_forward_in_pool", mutates_args=("pool",))
@@ -145,7 +140,7 @@ def forward_in_pool(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """o, T, A; the states of the sequences and of the checkpoints in the pool."""
     chunks = intra(q_NHK, k_NHK, z_NHK, b_NH, A_log, dt_bias, lower_bound, spans_M2)
-    o_NHV = recurrence(segments, chunks, v_NHV, starts, order_S, first_S, pool, pool, slots_S, checkpoints_M)
+    o_NHV, *_ = recurrence(segments, chunks, v_NHV, starts, order_S, first_S, pool, pool, slots_S, checkpoints_M)
     return o_NHV, chunks.t_MHCC, chunks.a_MHCC
 
 
@@ -193,14 +188,32 @@ def intra(
 
 
 def recurrence(
-    segments: list[Tensor], chunks: Intra, v_NHV: Tensor, starts: Tensor, order_S: Tensor, first_S: Tensor, *states: Any
-) -> Tensor:
-    """`state_pass`, over segments where there are some."""
+    segments: list[Tensor],
+    chunks: Intra,
+    v_NHV: Tensor,
+    starts: Tensor,
+    order_S: Tensor,
+    first_S: Tensor,
+    initial: Tensor | None,
+    final: Tensor,
+    slots_S: Tensor | None = None,
+    checkpoints_M: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`state_pass`, over segments where there are some: o, and what `border_states` gives."""
     if not segments:
-        return state_pass(chunks, v_NHV, starts, order_S, first_S, *states)
-    from rille.ops.kda.segment_launch import segmented_state_pass
-
-    return segmented_state_pass(chunks, v_NHV, Segments(*segments), *states)
+        o_NHV = state_pass(chunks, v_NHV, starts, order_S, first_S, initial, final, slots_S, checkpoints_M)
+        return o_NHV, v_NHV.new_empty(0, dtype=torch.float32), v_NHV.new_empty(0, dtype=torch.float32)
+    cut = Segments(*segments)
+    before_GHVK, transitions_PHKK = border_states(chunks, v_NHV, cut, initial, slots_S)
+    after_GHVK = torch.empty_like(before_GHVK)
+    indices, states = (cut.starts_G1, cut.order_G, cut.first_G), (before_GHVK, after_GHVK)
+    o_NHV = state_pass(chunks, v_NHV, *indices, *states, None, checkpoints_M, final)
+    last_SHVK = after_GHVK.index_select(0, cut.last_S)
+    if slots_S is None:
+        final.copy_(last_SHVK)
+    else:
+        final.index_copy_(0, slots_S, last_SHVK.to(final.dtype))
+    return o_NHV, before_GHVK, transitions_PHKK
 
 
 def state_pass(
@@ -229,7 +242,9 @@ def state_pass(
         return o_NHV
     block, num_warps, stages = value_block(V, S * H, multiprocessors(v_NHV.device))
     initial, final, saved = packed_states(initial), packed_states(final), packed_states(saved)
-    if checkpoints_M is not None and saved is None:
+    if checkpoints_M is None:
+        saved = None
+    elif saved is None:
         saved = final
     strides = [x.stride(0) if x is not None else 0 for x in (initial, final, saved)]
     indices = (starts, order_S, first_S, initial, final, slots_S, saved, checkpoints_M)
@@ -303,27 +318,3 @@ def anchors(device: torch.device, dtype: torch.dtype) -> Tensor:
     border = i // (2 * TILE) * 2 * TILE + TILE  # first row after the border
     through, before = (j >= border) & (j <= i), (j > i) & (j < border)
     return (through.to(dtype) - before.to(dtype)).to(device)
-
-
-def operand_type(x: Tensor) -> torch.dtype:
-    return torch.float32 if INTERPRET and x.dtype == torch.float32 else torch.bfloat16
-
-
-def types(dtype: torch.dtype) -> dict[str, Any]:
-    return dict(OPERAND=tl.float32 if dtype == torch.float32 else tl.bfloat16, INTERPRET=INTERPRET)
-
-
-def packed_heads(x: Tensor) -> Tensor:
-    """Heads and channels of a token lie together; tokens may lie any distance apart."""
-    inner = x.stride()[1:]
-    return x if inner == ((x.shape[2], 1) if x.ndim == 3 else (1,)) else x.contiguous()
-
-
-def packed_states(states: Tensor | None) -> Tensor | None:
-    """States as the kernel reads them. A pool must lie right already: it is written in place."""
-    if states is None:
-        return None
-    _, _, V, K = states.shape
-    if states.stride()[1:] != (V * K, K, 1):
-        raise ValueError(f"kda: states of strides {states.stride()} need [V, K] = {V, K} of each head without gaps")
-    return states

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from rille.ops.kda.arguments import Gate
-from rille.ops.kda.backward import Inputs, backward
+from rille.ops.kda.backward import Cut, Inputs, backward
 from rille.ops.kda.forward import forward
+from rille.ops.kda.segments import Segments
 from rille.packing import Packing
 
 
@@ -39,11 +40,18 @@ def kda_backward(
     o_NHV: Tensor,
     do_NHV: Tensor,
     dfinal_SHVK: Tensor | None,
+    cut: list[Tensor],
 ) -> list[Tensor]:
-    """Gradients of q, k, v, z, b, A_log, dt_bias and, where there are initial states, of those."""
+    """Gradients of q, k, v, z, b, A_log, dt_bias and, where there are initial states, of those. cut: states and
+    transitions at the borders of segments, and the fields of `Segments`; or none."""
     tokens, gate = (q_NHK, k_NHK, v_NHV, z_NHK, b_NH), (A_log, dt_bias_HK, lower_bound)
     inputs = Inputs(*tokens, *gate, spans_M2, starts, order_S, first_S, initial_SHVK)
-    return [x for x in backward(inputs, t_MHCC, a_MHCC, o_NHV, do_NHV, dfinal_SHVK) if x is not None]
+    found = backward(inputs, t_MHCC, a_MHCC, o_NHV, do_NHV, dfinal_SHVK, cut_of(cut))
+    return [x for x in found if x is not None]
+
+
+def cut_of(tensors: list[Tensor]) -> Cut | None:
+    return Cut(tensors[0], tensors[1], Segments(*tensors[2:])) if tensors else None
 
 
 @kda_backward.register_fake
@@ -56,19 +64,21 @@ def _(*inputs):
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     tensors, ctx.lower_bound = [*inputs[:7], *inputs[8:13]], inputs[7]
-    ctx.tables = len(inputs[13])
-    o_NHV, _, t_MHCC, a_MHCC = output
-    ctx.mark_non_differentiable(t_MHCC, a_MHCC)
+    o_NHV, _, t_MHCC, a_MHCC, *borders = output
+    ctx.mark_non_differentiable(t_MHCC, a_MHCC, *borders)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, o_NHV, t_MHCC, a_MHCC)
+    ctx.tables = len(inputs[13])
+    cut = (*borders, *inputs[13]) if inputs[13] else ()
+    ctx.save_for_backward(*tensors, t_MHCC, a_MHCC, o_NHV, *cut)
 
 
 def gradients(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    *inputs, o_NHV, t_MHCC, a_MHCC = ctx.saved_tensors
+    saved = ctx.saved_tensors
+    inputs, outputs, cut = saved[:12], saved[12:15], list(saved[15:])
     do_NHV, dfinal_SHVK = grads[:2]
     if do_NHV is None:
-        do_NHV = torch.zeros_like(o_NHV)
-    found = kda_backward(*inputs[:7], ctx.lower_bound, *inputs[7:], t_MHCC, a_MHCC, o_NHV, do_NHV, dfinal_SHVK)
+        do_NHV = torch.zeros_like(outputs[-1])
+    found = kda_backward(*inputs[:7], ctx.lower_bound, *inputs[7:], *outputs, do_NHV, dfinal_SHVK, cut)
     parameters = [g.to(x.dtype) for g, x in zip(found[5:7], inputs[5:7], strict=True)]
     dinitial_SHVK = found[7].to(inputs[-1].dtype) if inputs[-1] is not None else None
     return (*found[:5], *parameters, None, None, None, None, None, dinitial_SHVK, [None] * ctx.tables)

@@ -7,7 +7,12 @@ its borders. `segments.py` says why and where to cut, and has the same in PyTorc
                   P <- P d + (P (-W)^T) E                   from the identity
 
               so that a state S before the segment is S P + (its own S) after it.
-    fold      one program a sequence, head and block of value channels, border to border: S_(j+1) = S_j P_j + S_(j+1)
+    reverse   the same for the gradient D of the state, last chunk to first, from that of the final state or from zero:
+
+                  D <- D d + dO^T Q - (dO^T A + D E^T) T K      K = k 2^G
+
+    fold      one program a sequence, head and block of value channels, border to border: S_(j+1) = S_j P_j + S_(j+1),
+              or back, D_(j-1) = D_j P_j^T + D_(j-1)
 
 Operands are those of `state_pass.py`: value-first states are left operands from registers. P and the states at borders
 are fp32, and the fold keeps fp32's digits (three TF32 products for one): P is multiplied up to as many times as there
@@ -121,6 +126,75 @@ def segment_kernel(
 
 
 @triton.jit
+def reverse_segment_kernel(
+    t_desc,  # [M * H * C, C], as is a
+    a_desc,
+    q_desc,  # [M * H * C, K]: q 2^G
+    k_start_desc,  # [M * H * C, K]: -k 2^G
+    k_end_desc,  # [M * H * C, K]: k 2^(Gc-G)
+    do_ptr,  # [N, H, V], with any stride between tokens
+    decay_ptr,  # fp32 [M, H, K]
+    jobs_ptr,  # int32 [J, 6]: as in `segment_kernel`, but rows of `dstates` that take the gradient after and before it
+    dfinal_ptr,  # [S, H, V, K] or None: zeros
+    dstates_ptr,  # fp32 [G, H, V, K]: gradient of the state after each segment
+    do_stride,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    OPERAND: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    C: tl.constexpr = 64
+    BLOCKS: tl.constexpr = V // BV
+    program = tl.program_id(0)
+    h = (program // BLOCKS) % H
+    job = jobs_ptr + 6 * (program // (BLOCKS * H))
+    start = tl.load(job)
+    length = tl.load(job + 1)
+    first = tl.load(job + 2)
+    source = tl.load(job + 3)
+    after = tl.load(job + 4)
+    before = tl.load(job + 5)
+    row = tl.arange(0, C)
+    channel = tl.arange(0, K)
+    value = (program % BLOCKS) * BV + tl.arange(0, BV)
+    at_state = h * (V * K) + value[:, None] * K + channel[None, :]
+    dstate = tl.zeros((BV, K), tl.float32)
+    if dfinal_ptr is not None:  # noqa: SIM102
+        if source >= 0:  # a test of its own: the other is decided when the kernel is compiled
+            dstate = tl.load(dfinal_ptr + source.to(tl.int64) * (H * V * K) + at_state).to(tl.float32)
+    if after >= 0:
+        tl.store(dstates_ptr + after.to(tl.int64) * (H * V * K) + at_state, dstate)
+    count = tl.cdiv(length, C)
+    at_decay = decay_ptr + ((first + count - 1) * H + h).to(tl.int64) * K + channel
+    decay = tl.load(at_decay, mask=channel < K * count, other=0.0)
+    for j in tl.range(0, count, num_stages=STAGES):
+        i = count - 1 - j
+        tile = (first + i) * H + h
+        held = row[:, None] < length - i * C
+        token = (start + i * C + row).to(tl.int64)
+        do = tl.load(do_ptr + token[:, None] * do_stride + h * V + value[None, :], mask=held, other=0.0)
+        do = operand(do, OPERAND, INTERPRET)
+        a = operand(a_desc.load([tile * C, 0]), OPERAND, INTERPRET)
+        k_end = operand(k_end_desc.load([tile * C, 0]), OPERAND, INTERPRET)
+        t = operand(t_desc.load([tile * C, 0]), OPERAND, INTERPRET)
+        q = operand(q_desc.load([tile * C, 0]), OPERAND, INTERPRET)
+        k_start = operand(k_start_desc.load([tile * C, 0]), OPERAND, INTERPRET)
+        at_decay -= H * K
+        ahead = tl.load(at_decay, mask=channel < K * i, other=0.0)
+        du = tl.dot(tl.trans(do), a)
+        du = tl.dot(operand(dstate, OPERAND, INTERPRET), tl.trans(k_end), du)
+        dv = tl.dot(operand(du, OPERAND, INTERPRET), t)
+        dstate = tl.dot(tl.trans(do), q, dstate * decay[None, :])
+        dstate = tl.dot(operand(dv, OPERAND, INTERPRET), k_start, dstate)
+        decay = ahead
+    if before >= 0:
+        tl.store(dstates_ptr + before.to(tl.int64) * (H * V * K) + at_state, dstate)
+
+
+@triton.jit
 def fold_kernel(
     states_ptr,  # fp32 [G, H, V, K]
     transitions_ptr,  # fp32 [P, H, K, K]
@@ -129,6 +203,7 @@ def fold_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     BV: tl.constexpr,
+    BACK: tl.constexpr,  # rows and transitions in falling order, transitions transposed
 ):
     BLOCKS: tl.constexpr = V // BV
     program = tl.program_id(0)
@@ -136,14 +211,20 @@ def fold_kernel(
     chain = chains_ptr + 3 * (program // (BLOCKS * H))
     known = tl.load(chain).to(tl.int64)
     count = tl.load(chain + 1)
-    transition = tl.load(chain + 2).to(tl.int64)
+    which = tl.load(chain + 2).to(tl.int64)
     channel = tl.arange(0, K)
     value = (program % BLOCKS) * BV + tl.arange(0, BV)
     at = states_ptr + (known * H + h) * (V * K) + value[:, None] * K + channel[None, :]
-    at_transition = transitions_ptr + (transition * H + h) * (K * K) + channel[:, None] * K + channel[None, :]
+    at_transition = transitions_ptr + (which * H + h) * (K * K) + channel[:, None] * K + channel[None, :]
     state = tl.load(at)
     for _ in range(count):
-        at += H * V * K
-        state = tl.dot(state, tl.load(at_transition), tl.load(at), input_precision="tf32x3")
+        transition = tl.load(at_transition)
+        if BACK:
+            at -= H * V * K
+            at_transition -= H * K * K
+            transition = tl.trans(transition)
+        else:
+            at += H * V * K
+            at_transition += H * K * K
+        state = tl.dot(state, transition, tl.load(at), input_precision="tf32x3")
         tl.store(at, state)
-        at_transition += H * K * K

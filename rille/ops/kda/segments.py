@@ -13,8 +13,8 @@ chunks. So three launches take the place of one:
     pass       the ordinary state pass, in which each segment is a sequence of its own
 
 `plan_segments` weighs the cost of the first two against what the third one gains. Across devices the pieces are the
-same: `segment_transition` gives P and local of a device's tokens, and an ordered fold of what the devices before it
-have gives the state to start from.
+same: `transition.py` gives P and local of a device's tokens, and an ordered fold of what the devices before it have
+gives the state to start from.
 
 Here are the planner and the pieces in PyTorch; `segment_pass.py` has the kernels, `segment_launch.py` their launches.
 
@@ -147,17 +147,21 @@ class Segments(NamedTuple):
     """A plan as kernels read it: segments as sequences of the state pass, and the work before it.
 
     starts_G1 int32, order_G int32, first_G int64: of the segments, what `packing.starts`, `packing.longest_first` and
-        `packing.chunks(64).first` are of the sequences. last_S int64: the last segment of each sequence.
-    jobs_J6, products_P2, chains_Q3 int32: the tables of `segment_kernel` and `fold_kernel`.
+        `packing.chunks(64).first` are of the sequences. head_S, last_S int64: first and last segment of each sequence.
+    jobs_J6, products_P2, chains_Q3 int32: the tables of `segment_kernel` and `fold_kernel`; back_J6, back_Q3 those of
+        `reverse_segment_kernel` and of the fold backwards.
     """
 
     starts_G1: Tensor
     order_G: Tensor
     first_G: Tensor
+    head_S: Tensor
     last_S: Tensor
     jobs_J6: Tensor
     products_P2: Tensor
     chains_Q3: Tensor
+    back_J6: Tensor
+    back_Q3: Tensor
 
 
 def segments_of(packing: Packing, heads: int, multiprocessors: int, K: int, V: int) -> Segments | None:
@@ -171,29 +175,38 @@ def segments_of(packing: Packing, heads: int, multiprocessors: int, K: int, V: i
 
 def tables(plan: Plan, packing: Packing) -> Segments:
     """Segments numbered through all sequences, a sequence without tokens being a segment too."""
-    starts, first, last, jobs, products, chains = [0], [], [], [], [], []
+    starts, firsts, heads, lasts = [0], [], [], []
+    jobs, products, chains, back_jobs, back_chains = [], [], [], [], []
     chunks = 0  # of the sequences before
     for s, (sizes, tokens) in enumerate(zip(plan, packing.lengths, strict=True)):
-        begin, head = starts[-1], len(first)
+        begin, head, last = starts[-1], len(firsts), len(firsts) + len(sizes) - 1
         if len(sizes) > 2:
             chains.append((head + 1, len(sizes) - 2, len(products)))
-        for j, size in enumerate(sizes):
-            g, done = head + j, sum(sizes[:j])
-            first.append(chunks + done)
-            starts.append(min(begin + CHUNK * (done + size), begin + tokens))
-            following = -1 if j + 1 == len(sizes) else g + 1
-            if j == 0:
-                jobs.append((begin, starts[-1] - begin if following > 0 else 0, first[-1], s, g, following))
-            elif following > 0:
-                jobs.append((starts[-2], starts[-1] - starts[-2], first[-1], -1, -1, following))
-                products.append((first[-1], size))
-        last.append(len(first) - 1)
+            back_chains.append((last - 1, len(sizes) - 2, len(products) + len(sizes) - 3))
+        for g, size in enumerate(sizes, head):
+            done = sum(sizes[: g - head])
+            span = (begin + CHUNK * done, min(CHUNK * size, tokens - CHUNK * done), chunks + done)
+            nothing = (span[0], 0, span[2])
+            if g == head:
+                jobs.append((*(span if g < last else nothing), s, g, g + 1 if g < last else -1))
+            elif g < last:
+                jobs.append((*span, -1, -1, g + 1))
+                products.append((span[2], size))
+                back_jobs.append((*span, -1, -1, g - 1))
+            if g == last:
+                back_jobs.append((*(span if g > head else nothing), s, g, g - 1 if g > head else -1))
+            starts.append(span[0] + span[1])
+            firsts.append(span[2])
+        heads.append(head)
+        lasts.append(last)
         chunks += sum(sizes)
-    jobs.sort(key=lambda job: -job[1])
-    order = sorted(range(len(first)), key=lambda g: starts[g] - starts[g + 1])
-    narrow = on_device([starts, order, flat(jobs), flat(products), flat(chains)], torch.int32, packing.device)
-    wide = on_device([first, last], torch.int64, packing.device)
-    return Segments(narrow[0], narrow[1], *wide, *by_row(narrow[2:], (6, 2, 3)))
+    order = sorted(range(len(firsts)), key=lambda g: starts[g] - starts[g + 1])
+    for work in (jobs, back_jobs):
+        work.sort(key=lambda job: -job[1])
+    rows = [jobs, products, chains, back_jobs, back_chains]
+    narrow = on_device([starts, order, *map(flat, rows)], torch.int32, packing.device)
+    wide = on_device([firsts, heads, lasts], torch.int64, packing.device)
+    return Segments(*narrow[:2], *wide, *by_row(narrow[2:], (6, 2, 3, 6, 3)))
 
 
 def flat(rows: list[tuple[int, ...]]) -> list[int]:
@@ -211,45 +224,11 @@ def on_device(lists: list[list[int]], dtype: torch.dtype, device: torch.device) 
     return [part[: len(numbers)] for part, numbers in zip(parts, lists, strict=True)]
 
 
-def segment_transition(
-    k_NHK: Tensor,
-    v_NHV: Tensor,
-    z_NHK: Tensor,
-    b_NH: Tensor,
-    gate: Gate,
-    packing: Packing,
-    *,
-    backend: str | None = None,
-) -> tuple[Tensor, Tensor]:
-    """What the tokens of each sequence do to any state before them, as (P, local):
-
-        state after = state before @ P + local
-
-    Arguments as for `kda`, which queries do not concern. P [S, H, K, K]: row c is the state that unit state e_c turns
-    into if nothing is written; local [S, H, V, K]: the state from a zero start. Both fp32 (float64 if k, v, z or b is);
-    identity and zeros for a sequence without tokens. Two stretches of a sequence after one another give P_1 P_2 and
-    local_1 P_2 + local_2. backend: "chunk" or "triton", by default the kernels for CUDA tensors. Not differentiable
-    with "triton". Raises ValueError for a lower bound below -5 and for a backend that is unknown or cannot run.
-    Source: Kimi K3 report, context parallelism of KDA; README.md derives it.
-    """
-    if backend is None:
-        backend = "triton" if k_NHK.is_cuda else "chunk"
-    if backend == "chunk":
-        return transition_in_chunks(k_NHK, v_NHV, z_NHK, b_NH, gate, packing)
-    if backend != "triton":
-        raise ValueError(f'kda: unknown backend {backend!r} of segment_transition; there are "chunk" and "triton"')
-    from rille.ops.kda import forward, segment_launch
-
-    if reason := forward.unsupported(k_NHK, v_NHV):
-        raise ValueError(f"kda: backend 'triton' cannot run: {reason}")
-    return segment_launch.transition(k_NHK, v_NHV, z_NHK, b_NH, gate, packing)
-
-
 def transition_in_chunks(
     k_NHK: Tensor, v_NHV: Tensor, z_NHK: Tensor, b_NH: Tensor, gate: Gate, packing: Packing
 ) -> tuple[Tensor, Tensor]:
-    """`segment_transition` by the blocked form of `chunk.py`: its state pass once with v from zero states, once without
-    v from unit states."""
+    """`transition.segment_transition` by the blocked form of `chunk.py`: its state pass once with v from zero states,
+    once without v from unit states."""
     check_lower_bound(gate)
     dtype = compute_dtype(k_NHK, v_NHV, z_NHK, b_NH)
     (_, H, K), V, S = k_NHK.shape, v_NHV.shape[2], packing.num_sequences

@@ -1,0 +1,50 @@
+"""What the launches of KDA kernels share: types of operands, layouts, and what the first kernel hands on.
+
+Suffixes: N packed tokens, S sequences, M chunks, H heads, C = 64 rows of a chunk, K key channels, V value channels.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+
+INTERPRET = bool(knobs.runtime.interpret)
+
+
+class Intra(NamedTuple):
+    """What chunks hand to the recurrence; rows of a tail without a token are zero."""
+
+    t_MHCC: Tensor
+    a_MHCC: Tensor
+    minus_w_MHCK: Tensor
+    q_start_MHCK: Tensor  # q 2^G, normalised and scaled
+    k_end_MHCK: Tensor  # k 2^(Gc-G), normalised
+    decay_MHK: Tensor  # 2^Gc, fp32
+
+
+def operand_type(x: Tensor) -> torch.dtype:
+    return torch.float32 if INTERPRET and x.dtype == torch.float32 else torch.bfloat16
+
+
+def types(dtype: torch.dtype) -> dict[str, Any]:
+    return dict(OPERAND=tl.float32 if dtype == torch.float32 else tl.bfloat16, INTERPRET=INTERPRET)
+
+
+def packed_heads(x: Tensor) -> Tensor:
+    """Heads and channels of a token lie together; tokens may lie any distance apart."""
+    inner = x.stride()[1:]
+    return x if inner == ((x.shape[2], 1) if x.ndim == 3 else (1,)) else x.contiguous()
+
+
+def packed_states(states: Tensor | None) -> Tensor | None:
+    """States as the kernel reads them. A pool must lie right already: it is written in place."""
+    if states is None:
+        return None
+    _, _, V, K = states.shape
+    if states.stride()[1:] != (V * K, K, 1):
+        raise ValueError(f"kda: states of strides {states.stride()} need [V, K] = {V, K} of each head without gaps")
+    return states
