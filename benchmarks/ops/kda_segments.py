@@ -2,11 +2,12 @@
 
     PYTHONPATH=. python3 benchmarks/ops/kda_segments.py --out FOLDER [--only H16]
 
-The gate compares cut with whole and both with the float64 blocked form; where cutting costs accuracy, the run ends
-with 1. Times are medians of `triton.testing.do_bench`, in milliseconds: `whole` and `auto` are the forward without and
-with the planner; `intra` is the first kernel, `serial` the state pass over whole sequences; then for numbers of
-segments the kernels `segment` and `fold`, the state `pass` over segments, and the three together (`sum`). The tables
-come last; FOLDER/kda_segments.json holds the same numbers.
+The gate compares cut with whole and both with the float64 blocked form, results and gradients; where cutting costs
+accuracy, the run ends with 1. Times are medians of `triton.testing.do_bench`, in milliseconds: `whole` and `auto` are
+the forward without and with the planner, `train w` and `train a` forward and backward; `intra` is the first kernel,
+`serial` the state pass over whole sequences; then for numbers of segments the kernels `segment` and `fold`, the state
+`pass` over segments, and the three together (`sum`). The tables come last; FOLDER/kda_segments.json holds the same
+numbers.
 """
 
 from __future__ import annotations
@@ -70,6 +71,22 @@ class Case:
         assert isinstance(final, Tensor)
         return o, final
 
+    def gradients(self, size: Any = None, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
+        """Of every input, for the sum of o and of the final states, each times numbers that repeat."""
+        leaves = [x.detach().to(dtype).requires_grad_() for x in self.tensors]
+        others = [x for x in (self.gate.A_log, self.gate.dt_bias, self.state) if x is not None]
+        others = [x.detach().to(torch.promote_types(dtype, torch.float32)).requires_grad_() for x in others]
+        gate, state = Gate(others[0], others[1], self.gate.lower_bound), others[2] if len(others) > 2 else None
+        with cutting(size):
+            backend = "chunk" if dtype == torch.float64 else "triton"
+            o, final = kda(*leaves, gate, self.packing, state, backend=backend)  # pyright: ignore[reportCallIssue]
+            assert isinstance(final, Tensor)
+            torch.manual_seed(1)
+            weights = [torch.randn(x.shape, device=x.device) for x in (o, final)]
+            return torch.autograd.grad(
+                [o, final], [*leaves, *others], [weights[0].to(o.dtype), weights[1].to(final.dtype)]
+            )
+
 
 def draw(work: Work, stateful: bool = False, K: int = 128, V: int = 128) -> Case:
     torch.manual_seed(0)
@@ -102,7 +119,28 @@ def gate_failures() -> list[str]:
             if not torch.equal(y, twice):
                 failures.append(f"gate: {work.name}: {name} cut differs from run to run")
         print(" ", f"{work.name:<10}", *(f"{name} {x:.2e}" for name, x in errors.items()), flush=True)
-    return failures + transition_failures() + pool_failures() + compile_failures()
+    return failures + gradient_failures() + transition_failures() + pool_failures() + compile_failures()
+
+
+NAMES = ("dq", "dk", "dv", "dz", "db", "dA_log", "ddt_bias", "dstate")
+
+
+def gradient_failures() -> list[str]:
+    """Gradients of cut sequences may be off by 1 %, or a quarter more than those of whole ones."""
+    failures = []
+    for work, size in GATE_WORKS[:4]:
+        case = draw(work, stateful=True)
+        exact, whole, cut = case.gradients(None, torch.float64), case.gradients(), case.gradients(size)
+        errors = {
+            name: (distance(x, z), distance(y, z)) for name, x, y, z in zip(NAMES, whole, cut, exact, strict=True)
+        }
+        print(" ", f"{work.name:<10}", *(f"{name} {x:.1e} {y:.1e}" for name, (x, y) in errors.items()), flush=True)
+        failures += [
+            f"gate: {work.name}: {name} cut is off by {y:.2e}, whole by {x:.2e}"
+            for name, (x, y) in errors.items()
+            if not y <= max(1e-2, 1.25 * x)
+        ]
+    return failures
 
 
 def transition_failures() -> list[str]:
@@ -136,7 +174,7 @@ def compile_failures() -> list[str]:
     case = draw(Work("", 4, (700,)))
 
     def call(*tensors: Tensor) -> Tensor:
-        return kda(*tensors, case.gate, case.packing)[0]
+        return kda(*tensors, case.gate, case.packing, backend="triton")[0]  # pyright: ignore[reportCallIssue]
 
     with cutting(3):
         compiled: Any = torch.compile(call, backend="eager", fullgraph=True)
@@ -162,6 +200,7 @@ def measure(work: Work) -> list[dict[str, Any]]:
     plan = plan_segments(work.lengths, H, SMs)
     fixed: dict[str, Any] = {"work": work.name, "planned": len(plan[0]) if plan else 1}
     fixed["whole"], fixed["auto"] = median_ms(lambda: case.run(None), 40), median_ms(lambda: case.run("auto"), 40)
+    fixed["train w"], fixed["train a"] = median_ms(lambda: case.gradients()), median_ms(lambda: case.gradients("auto"))
     arguments = (q, k, z, b, gate.A_log, gate.dt_bias, gate.lower_bound, chunks.spans)
     fixed["intra"] = median_ms(lambda: kernels.intra(*arguments))
     serial = (made, v, packing.starts, packing.longest_first, chunks.first, None, final)
