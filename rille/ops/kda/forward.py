@@ -208,11 +208,10 @@ def recurrence(
     after_GHVK = torch.empty_like(before_GHVK)
     indices, states = (cut.starts_G1, cut.order_G, cut.first_G), (before_GHVK, after_GHVK)
     o_NHV = state_pass(chunks, v_NHV, *indices, *states, None, checkpoints_M, final)
-    last_SHVK = after_GHVK.index_select(0, cut.last_S)
     if slots_S is None:
-        final.copy_(last_SHVK)
+        torch.index_select(after_GHVK, 0, cut.last_S, out=final)
     else:
-        final.index_copy_(0, slots_S, last_SHVK.to(final.dtype))
+        final.index_copy_(0, slots_S, after_GHVK.index_select(0, cut.last_S).to(final.dtype))
     return o_NHV, before_GHVK, transitions_PHKK
 
 

@@ -71,7 +71,7 @@ class Costs:
     segment_step: float = 1.0
     segment_turn: float = 0.7
     fold_step: float = 2.0
-    launch: float = 4.0  # each of segments, fold, and the copy of the final states
+    launch: float = 10.0  # each of segments, fold, and the copy of the final states; more for the host than the card
     bytes: float = 4.2e6  # that the card moves in a microsecond
     margin: float = 0.95  # cut only where it takes at most this part of the time
 
