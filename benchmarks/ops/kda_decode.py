@@ -30,7 +30,7 @@ from rille.ops.kda.decode import DecodeLayer, Pools, Projected, Remembered, kda_
 from rille.ops.kda.decode_launch import Spread
 
 HEADS, CACHE = 96, 256 * 2**20
-DECODE_SPREADS = [Spread(8, 4), Spread(8, 8), Spread(4, 4), Spread(4, 8)]
+DECODE_SPREADS = [Spread(8, 4, 128), Spread(8, 8), Spread(4, 4), Spread(4, 8)]
 VERIFY_SPREADS = [
     Spread(4, 8, scatter=True), Spread(4, 4, scatter=True), Spread(4, 8), Spread(4, 4), Spread(8, 8, 128, scatter=True)
 ]  # fmt: skip
@@ -238,7 +238,7 @@ CHOSEN = {name: getattr(decode_launch, name) for name in ("decode_spread", "veri
 
 
 def with_spread(name: str, spread: Spread | None) -> None:
-    setattr(decode_launch, name, CHOSEN[name] if spread is None else lambda K, V: spread)
+    setattr(decode_launch, name, CHOSEN[name] if spread is None else lambda *sizes: spread)
 
 
 def label(spread: Spread) -> str:

@@ -26,26 +26,26 @@ class Spread(NamedTuple):
     scatter: bool = False
 
 
-def lanes(K: int) -> int:
-    """Lanes of a row: they fix the order in which a row's products are added. It depends on nothing but the layer, so
-    a token's bits are the same in any batch, decoded or verified."""
-    return min(8, K // 4)
+# Below this batch the card is not full and a step is bound by its longest chain: a shuffle less in each sum.
+FULL_BATCH = 8
 
 
-def decode_spread(K: int, V: int) -> Spread:
-    """64 elements of the state in a thread: two programs on an SM, and enough warps to hide a step's short chains."""
-    return Spread(max(4, K * V // (32 * 64)), lanes(K))
+def decode_spread(K: int, V: int, B: int) -> Spread:
+    """64 elements of the state in a thread: two programs on an SM, and enough warps to hide a step's short chains. The
+    kernel adds in the same order for 4 lanes and for 8: a token's bits do not depend on the batch."""
+    num_warps = max(4, K * V // (32 * 64))
+    return Spread(num_warps, 4, maxnreg=128) if B < FULL_BATCH else Spread(num_warps, min(8, K // 4))
 
 
 def verify_spread(K: int, V: int) -> Spread:
     """128 elements in a thread: work on vectors is repeated by every warp, so fewer warps issue less."""
-    return Spread(max(4, K * V // (32 * 128)), lanes(K), scatter=True)
+    return Spread(max(4, K * V // (32 * 128)), min(8, K // 4), scatter=True)
 
 
 def twin_options(K: int, V: int) -> dict[str, Any]:
     """One number of warps for both kernels, and every product rounded by itself: else sums over warps or products
     contracted as the compiler likes make verify differ from steps in the last bit."""
-    return dict(num_warps=decode_spread(K, V).num_warps, enable_fp_fusion=False)
+    return dict(num_warps=decode_spread(K, V, 1).num_warps, enable_fp_fusion=False)
 
 
 def gluon_options(spread: Spread) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def decode_op(
     if B == 0:
         return y
     kernel: Any = decode_gluon.decode if name == "gluon" else decode_kernels.decode
-    options = gluon_options(decode_spread(K, V)) if name == "gluon" else twin_options(K, V)
+    options = gluon_options(decode_spread(K, V, B)) if name == "gluon" else twin_options(K, V)
     kernel[(H, B)](
         qkv, z, b, gate, y, conv_weight, A_log, dt_bias, norm_weight, tails, states, slots,
         lower_bound or 0.0, eps, qkv.stride(0), z.stride(0), b.stride(0), gate.stride(0),

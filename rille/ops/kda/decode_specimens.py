@@ -19,17 +19,17 @@ TYPES = {name: kind for kind, names in POINTERS.items() for name in names.split(
 WHOLE = tuple(name for name in TYPES if name not in ("tokens", "past_tokens", "lower_bound", "eps"))
 
 
-def specimen(name: str, kernel: Any, K: int = 128, V: int = 128, bounded: bool = True, tokens: int = 8) -> Specimen:
+def specimen(
+    name: str, kernel: Any, K: int = 128, V: int = 128, B: int = 32, bounded: bool = True, tokens: int = 8
+) -> Specimen:
     constexprs: dict[str, Any] = dict(H=96, K=K, V=V, W=4, BOUNDED=bounded)
-    choose = decode_launch.verify_spread if name.startswith("verify_gluon") else decode_launch.decode_spread
-    spread = choose(K, V)
+    spread = decode_launch.decode_spread(K, V, B)
+    if name.startswith("verify_gluon"):
+        spread = decode_launch.verify_spread(K, V)
+        constexprs |= dict(tokens=tokens, past_tokens=tokens, SCATTER=spread.scatter)
+        constexprs |= decode_launch.tiles(tokens, tokens)
     if "gluon" in name:
         constexprs |= dict(LANES=spread.lanes)
-        constexprs |= (
-            decode_launch.tiles(tokens, tokens) | dict(tokens=tokens, past_tokens=tokens, SCATTER=spread.scatter)
-            if "verify" in name
-            else {}
-        )
     signature: dict[str, Any] = {arg: TYPES[arg] for arg in kernel.arg_names if arg not in constexprs}
     maxnreg = spread.maxnreg if "gluon" in name else None
     return Specimen(f"kda_{name}", kernel, signature, constexprs, spread.num_warps, divisible=WHOLE, maxnreg=maxnreg)
@@ -37,6 +37,7 @@ def specimen(name: str, kernel: Any, K: int = 128, V: int = 128, bounded: bool =
 
 SPECIMENS = [
     specimen("decode_gluon", decode_gluon.decode),
+    specimen("decode_gluon_small_batch", decode_gluon.decode, B=1),
     specimen("decode_gluon_softplus", decode_gluon.decode, bounded=False),
     specimen("decode_gluon_k64", decode_gluon.decode, K=64, V=64),
     specimen("decode_gluon_v256", decode_gluon.decode, V=256),
