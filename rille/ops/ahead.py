@@ -20,7 +20,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,7 +41,7 @@ class Specimen:
 
     name: str
     kernel: Any
-    signature: dict[str, str | tuple[str, ...]]
+    signature: Mapping[str, str | tuple[str, ...]]
     constexprs: dict[str, Any] = field(default_factory=dict)
     num_warps: int = 4
     num_stages: int = 3
