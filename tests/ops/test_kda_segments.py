@@ -14,8 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from rille.ops.kda import Gate, PooledState, kda, segment_transition
-from rille.ops.kda.forward import forward_from_states
-from rille.ops.kda.function import kda_backward
+from rille.ops.kda.function import kda_backward_op
 from rille.ops.kda.segments import Costs, Plan, cut, cutting, microseconds, plan_segments, segments_of, tables
 from rille.packing import Packing
 from tests.ops.test_kda_triton import DEVICE, ERROR, INTERPRET, assert_equals_reference, draw, states
@@ -284,12 +283,13 @@ def test_ops_hold_the_rules_of_torch_library() -> None:
         tables_of_cut = list(segments_of(packing, 1, 1, 64, 64) or ())
     indices = (packing.chunks(64).spans, packing.starts, packing.longest_first, packing.chunks(64).first)
     tokens = (*inputs, gate.A_log, gate.dt_bias, gate.lower_bound, *indices, states(packing, inputs))
-    made = forward_from_states(*tokens, tables_of_cut)
+    op = torch.ops.rille.kda_forward.default
+    made = op(*tokens, tables_of_cut)
     rules = ("test_schema", "test_faketensor")
-    torch.library.opcheck(forward_from_states, (*tokens, tables_of_cut), test_utils=rules)
+    torch.library.opcheck(op, (*tokens, tables_of_cut), test_utils=rules)
     grads = (torch.ones_like(made[0]), torch.ones_like(made[1]))
     arguments = (*tokens, made[2], made[3], made[0], *grads, [*made[4:], *tables_of_cut])
-    torch.library.opcheck(kda_backward, arguments, test_utils=rules)
+    torch.library.opcheck(kda_backward_op, arguments, test_utils=rules)
 
 
 def test_gradients_cut_without_a_state() -> None:
