@@ -1,0 +1,64 @@
+"""Newton-Schulz iteration on a batch of matrices: what Muon does to a momentum."""
+
+import torch
+from torch import Tensor
+
+from rille.ops.newton_schulz import blocks, reference
+from rille.ops.newton_schulz.reference import COEFFICIENTS
+
+__all__ = ["BACKENDS", "COEFFICIENTS", "choose_backend", "newton_schulz"]
+
+BACKENDS = ("reference", "plain", "gram")
+ASPECT = 3.0  # from this ratio of the sides on the Gram form is cheaper, restarts and launches counted
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def newton_schulz(
+    m: Tensor, steps: int = 5, *, eps: float = 1e-7, dtype: torch.dtype | None = None, backend: str | None = None
+) -> Tensor:
+    """Each matrix of m [B, P, Q] with its singular values moved close to 1 and its singular vectors kept.
+
+    X_0 = M / (||M||_F + eps), then `steps` times X' = a X + (b A + c A^2) X with A = X X^T (X^T X where P > Q) and
+    `COEFFICIENTS` = (a, b, c). The norm is taken in fp32 (float64 for float64), everything else runs in `dtype`: fp32,
+    float64, bf16 or fp16, by default m's (the reference: in fp32 or float64). The result has that dtype. A factor on M
+    changes nothing while ||M||_F is far above eps; below it the result tends to zero, and of zeros it is zero. No
+    gradient. backend: "reference", "plain" or "gram"; by default what `choose_backend` says.
+
+    Source: Jordan 2024, Moonlight section 2.1. Raises ValueError for m that is not [B, P, Q] of a float dtype, for
+    steps < 1, and an unknown dtype or backend.
+    """
+    dtype = m.dtype if dtype is None else dtype
+    if m.ndim != 3 or m.dtype not in DTYPES or dtype not in DTYPES or steps < 1:
+        raise ValueError(
+            f"newton_schulz: m {tuple(m.shape)} {m.dtype}, dtype {dtype}, steps {steps}; want [B, P, Q] of a float "
+            "dtype and at least 1 step"
+        )
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"newton_schulz: unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
+    chosen = choose_backend(m)[0] if backend is None else backend
+    with torch.no_grad():
+        wide_BPQ = m.mT if m.shape[1] > m.shape[2] else m
+        if chosen == "reference":
+            x_BPQ = reference.newton_schulz(wide_BPQ.to(_wide(dtype)), steps, eps).to(dtype)
+        else:
+            form = blocks.gram if chosen == "gram" else blocks.plain
+            x_BPQ = form(_scaled(wide_BPQ, eps, dtype), steps)
+    return x_BPQ.mT if m.shape[1] > m.shape[2] else x_BPQ
+
+
+def choose_backend(m: Tensor) -> tuple[str, str]:
+    """The form for matrices of this shape and, in words, why."""
+    short, long = sorted(m.shape[1:])
+    if long >= ASPECT * short:
+        return "gram", f"the sides {short} and {long} differ by {ASPECT:g} times or more"
+    return "plain", f"the sides {short} and {long} differ by less than {ASPECT:g} times"
+
+
+def _scaled(m_BPQ: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """M / (||M||_F + eps), contiguous, rounded once to `dtype`."""
+    norm_B11 = torch.linalg.matrix_norm(m_BPQ, dtype=_wide(m_BPQ.dtype), keepdim=True)
+    return (m_BPQ / (norm_B11 + eps)).to(dtype).contiguous()
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
