@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from rille.ops.kda import Gate, PooledState, backward, chunk_backward, kda
 from rille.ops.kda.backward import Inputs
 from rille.ops.kda.forward import INTERPRET, forward
-from rille.ops.kda.function import kda_backward
+from rille.ops.kda.function import kda_backward_op
 from rille.packing import Packing
 
 PACKED = (1, 15, 16, 17, 63, 64, 65, 0, 130)
@@ -255,4 +255,4 @@ def test_ops_hold_the_rules_of_torch_library() -> None:
     indices = (chunks.spans, case.packing.starts, case.packing.longest_first, chunks.first)
     inputs = Inputs._make([*tokens, A_log, dt_bias, -5.0, *indices, state])
     arguments = (*inputs, made.t_MHCC, made.a_MHCC, made.o_NHV, case.do, case.dfinal, [])
-    torch.library.opcheck(kda_backward, arguments, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(kda_backward_op, arguments, test_utils=("test_schema", "test_faketensor"))

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from rille.ops.kda import Gate, PooledState, choose_backend, kda
 from rille.ops.kda import forward as kernels
-from rille.ops.kda.forward import INTERPRET, forward, intra, value_block
+from rille.ops.kda.forward import INTERPRET, Split, forward, intra, value_block
 from rille.packing import Packing
 
 PACKED = (1, 15, 16, 17, 63, 64, 65, 0, 200)
@@ -180,9 +180,10 @@ def test_no_tokens(lengths: tuple[int, ...]) -> None:
 
 
 def test_blocks_fill_the_card() -> None:
-    assert value_block(128, 64, 132) == (64, 4, 3)
-    assert value_block(128, 96, 132) == (128, 8, 2)
-    assert value_block(64, 500, 132) == (64, 4, 3)
+    assert value_block(128, 16, 132) == (64, 4, 3, True)
+    assert value_block(128, 64, 132) == (64, 4, 3, False)  # twice 64 programs read in step
+    assert value_block(128, 96, 132) == (128, 8, 2, True)
+    assert value_block(64, 500, 132) == (64, 4, 3, True)
 
 
 def test_refusals() -> None:
@@ -198,17 +199,46 @@ def test_refusals() -> None:
         assert choose_backend(*inputs, gate, packing) == ("reference", "no CUDA tensors")
 
 
+def assert_twins_agree(results: list[tuple[Tensor | None, ...]]) -> None:
+    for x, y in zip(*results, strict=True):
+        assert x is not None and y is not None
+        torch.testing.assert_close(x, y, atol=2e-2, rtol=1e-2)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("block", [(128, 8, 2), (64, 4, 3)])
 def test_ring_equals_its_twin(block: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, gate = draw(PACKED, K=128, V=128)
     packing = Packing.of(PACKED, device=DEVICE)
     state = states(packing, inputs)
-    monkeypatch.setattr(kernels, "value_block", lambda *_: block)
+    monkeypatch.setattr(kernels, "value_block", lambda *_: Split(*block, ring=True))
     outputs = []
     for ring in (True, False):
         monkeypatch.setattr(kernels, "RING", ring)
         outputs.append(kda(*inputs, gate, packing, state, backend="triton"))
-    for x, y in zip(*outputs, strict=True):
-        assert x is not None and y is not None
-        torch.testing.assert_close(x, y, atol=2e-2, rtol=1e-2)
+    assert_twins_agree(outputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("K", [64, 128])
+@pytest.mark.parametrize("solved", [False, True])
+def test_first_kernel_equals_its_twin(K: int, solved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, gate = draw(PACKED, K=K, V=128)
+    arguments = (*inputs[:2], *inputs[3:], gate.A_log, gate.dt_bias, gate.lower_bound)
+    spans = Packing.of(PACKED, device=DEVICE).chunks(64).spans
+    t_MHCC = intra(*arguments, spans).t_MHCC if solved else None
+    outputs = []
+    for tiled in (True, False):
+        monkeypatch.setattr(kernels, "TILED", tiled)
+        outputs.append(tuple(intra(*arguments, spans, t_MHCC)))
+    assert_twins_agree(outputs)
+
+
+def test_the_body_and_the_op_agree() -> None:
+    inputs, gate = draw(PACKED)
+    packing = Packing.of(PACKED, device=DEVICE)
+    body = kda(*inputs, gate, packing, backend="triton")
+    op = kda(inputs[0].clone().requires_grad_(), *inputs[1:], gate, packing, backend="triton")
+    assert op[0].requires_grad and not body[0].requires_grad
+    for x, y in zip(body, op, strict=True):
+        assert x is not None and y is not None and torch.equal(x, y)

@@ -5,13 +5,12 @@ second from the first.
 """
 
 import warnings
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from rille.ops.kda import chunk, reference
-from rille.ops.kda.arguments import Gate, Kda, PooledState, State, check, with_pool
+from rille.ops.kda.arguments import HAS_TRITON, Gate, Kda, PooledState, State, check, with_pool
 from rille.ops.kda.decode import DecodeLayer, Pools, Projected, Remembered, kda_commit, kda_decode, kda_verify
 from rille.ops.kda.segments import cutting
 from rille.ops.kda.transition import segment_transition
@@ -37,8 +36,8 @@ def triton_kda(
     from rille.ops.kda import forward, function
 
     arguments = (q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, packing, state)
-    if isinstance(state, PooledState) and wants_gradients(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, state):
-        return with_pool(function.differentiable)(*arguments)  # the pool is overwritten before backward reads it
+    if wants_gradients(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, state):
+        return with_pool(function.differentiable)(*arguments)  # a pool is overwritten before backward reads it
     return forward.forward(*arguments)[:2]
 
 
@@ -46,7 +45,7 @@ def without_triton(
     q_NHK: Tensor, k_NHK: Tensor, v_NHV: Tensor, z_NHK: Tensor, b_NH: Tensor, gate: Gate, state: State
 ) -> str:
     """Why the kernels cannot run, or an empty string."""
-    if find_spec("triton") is None:
+    if not HAS_TRITON:
         return "triton is not installed"
     if gate.lower_bound is None and wants_gradients(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, state):
         return "gradients of the softplus gate have no kernel"

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from rille.packing import Packing
+
+HAS_TRITON = find_spec("triton") is not None  # asked once: torch.compile cannot trace the question
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,16 +16,16 @@ Suffixes: N packed tokens, S sequences, M chunks, H heads, C = 64 rows of a chun
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rille.ops.kda.backward_kernels import prepare_kernel, reverse_kernel, states_kernel
 from rille.ops.kda.backward_local import local_kernel
 from rille.ops.kda.chunk import CHUNK
 from rille.ops.kda.forward import anchors, multiprocessors, operand_type, packed_heads, types
+from rille.ops.kda.launching import launch, rows_of
 from rille.ops.kda.segment_launch import border_gradients
 from rille.ops.kda.segments import Segments
 
@@ -150,13 +150,12 @@ def prepare(inputs: Inputs) -> Prepared:
     rows = [q_NHK.new_empty(M, H, CHUNK, K, dtype=dtype) for _ in range(3)]
     numbers = [q_NHK.new_empty(M, H, *size, dtype=torch.float32) for size in ((K,), (4, K), (2, CHUNK))]
     prepared = Prepared(*rows, *numbers)
-    launch: Any = prepare_kernel[(M * H,)]
-    launch(
+    arguments = (
         q_NHK, k_NHK, z_NHK, inputs.A_log, inputs.dt_bias_HK, inputs.spans_M2, ones_of_half(q_NHK.device, dtype),
         *prepared,
         q_NHK.stride(0), k_NHK.stride(0), z_NHK.stride(0), inputs.lower_bound, K**-0.5,
-        H=H, K=K, **types(dtype), num_warps=K // 16,
     )  # fmt: skip
+    launch(prepare_kernel, M * H, arguments, H=H, K=K, **types(dtype), num_warps=K // 16)
     return prepared
 
 
@@ -166,14 +165,15 @@ def states(inputs: Inputs, prepared: Prepared, t_MHCC: Tensor) -> tuple[Tensor, 
     (_, H, V), (M, _, K), dtype = v_NHV.shape, prepared.decay_MHK.shape, t_MHCC.dtype
     u_MHCV, states_MHVK = (v_NHV.new_empty(M, H, *size, dtype=dtype) for size in ((CHUNK, V), (V, K)))
     block, num_warps, stages = value_block(V, inputs.first_S.shape[0] * H, multiprocessors(v_NHV.device))
-    launch: Any = states_kernel[(inputs.first_S.shape[0] * H * (V // block),)]
-    launch(
-        rows_of(t_MHCC), rows_of(prepared.k_start_MHCK), rows_of(prepared.k_end_MHCK), identity(v_NHV.device, dtype),
-        v_NHV, prepared.decay_MHK, rows_of(u_MHCV, width=block), rows_of(states_MHVK, height=block),
+    tiles = [rows_of(x, CHUNK) for x in (t_MHCC, prepared.k_start_MHCK, prepared.k_end_MHCK)]
+    arguments = (
+        *tiles, identity(v_NHV.device, dtype),
+        v_NHV, prepared.decay_MHK, rows_of(u_MHCV, CHUNK, block), rows_of(states_MHVK, block),
         inputs.starts, inputs.order_S, inputs.first_S,
         initial_SHVK.contiguous() if initial_SHVK is not None else None, v_NHV.stride(0),
-        H=H, K=K, V=V, BV=block, **types(dtype), STAGES=stages, num_warps=num_warps,
     )  # fmt: skip
+    shape = dict(H=H, K=K, V=V, BV=block, **types(dtype), STAGES=stages, num_warps=num_warps)
+    launch(states_kernel, inputs.first_S.shape[0] * H * (V // block), arguments, **shape)
     return u_MHCV, states_MHVK
 
 
@@ -189,14 +189,14 @@ def reverse(
     if inputs.initial_SHVK is not None:
         dinitial_SHVK = do_NHV.new_empty(S, H, V, K, dtype=torch.float32)
     block, num_warps, stages = value_block(V, S * H, multiprocessors(do_NHV.device))
-    launch: Any = reverse_kernel[(S * H * (V // block),)]
-    launch(
-        rows_of(t_MHCC), rows_of(a_MHCC), rows_of(prepared.q_start_MHCK), rows_of(prepared.k_start_MHCK),
-        rows_of(prepared.k_end_MHCK), do_NHV, prepared.decay_MHK, dv_NHV, rows_of(dstates_MHVK, height=block),
+    tiles = [rows_of(x, CHUNK) for x in (t_MHCC, a_MHCC, *prepared[:3])]
+    arguments = (
+        *tiles, do_NHV, prepared.decay_MHK, dv_NHV, rows_of(dstates_MHVK, block),
         inputs.starts, inputs.order_S, inputs.first_S,
         dfinal_SHVK.contiguous() if dfinal_SHVK is not None else None, dinitial_SHVK, do_NHV.stride(0),
-        H=H, K=K, V=V, BV=block, **types(dtype), STAGES=stages, num_warps=num_warps,
     )  # fmt: skip
+    shape = dict(H=H, K=K, V=V, BV=block, **types(dtype), STAGES=stages, num_warps=num_warps)
+    launch(reverse_kernel, S * H * (V // block), arguments, **shape)
     return dv_NHV, dstates_MHVK, dinitial_SHVK
 
 
@@ -217,14 +217,14 @@ def local(
     dq_NHK, dk_NHK, dz_NHK, db_NH = (x.new_empty(x.shape) for x in (q_NHK, k_NHK, z_NHK, b_NH))
     KS = min(K, LOCAL_SLICE)
     dbias_MHK, drate_MHK = (q_NHK.new_empty(M, H, K, dtype=torch.float32) for _ in range(2))
-    launch: Any = local_kernel[(M * H,)]
-    launch(
+    arguments = (
         q_NHK, k_NHK, z_NHK, v_NHV, o_NHV, do_NHV, dv_NHV, b_NH, A_log, inputs.dt_bias_HK, inputs.spans_M2,
         ones_of_half(q_NHK.device, dtype), u_MHCV, states_MHVK, dstates_MHVK, totals_MH4K, norms_MH2C,
         dq_NHK, dk_NHK, dz_NHK, db_NH, dbias_MHK, drate_MHK, torch.empty_like(norms_MH2C),
         *(x.stride(0) for x in (q_NHK, k_NHK, z_NHK, v_NHV, o_NHV, do_NHV, b_NH)), inputs.lower_bound, K**-0.5,
-        H=H, K=K, V=V, KS=KS, BV=min(V, 128), FETCH=LOCAL_FETCH, **types(dtype), num_warps=KS // 16,
     )  # fmt: skip
+    shape = dict(H=H, K=K, V=V, KS=KS, BV=min(V, 128), FETCH=LOCAL_FETCH, **types(dtype), num_warps=KS // 16)
+    launch(local_kernel, M * H, arguments, **shape)
     dA_log = torch.zeros_like(A_log, dtype=torch.float32)
     dA_log[:H] = drate_MHK.sum((0, 2))
     return Gradients(dq_NHK, dk_NHK, dv_NHV, dz_NHK, db_NH, dA_log, dbias_MHK.sum(0), dinitial_SHVK)
@@ -235,11 +235,6 @@ def value_block(V: int, programs: int, multiprocessors: int) -> tuple[int, int, 
     if V == 64 or programs * (V // 64) <= multiprocessors:
         return 64, 4, 2
     return 128, 8, 2
-
-
-def rows_of(x: Tensor, height: int = CHUNK, width: int | None = None) -> TensorDescriptor:
-    """[..., rows, columns] as one table, read or written in blocks of height x width."""
-    return TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [height, width or x.shape[-1]])
 
 
 @lru_cache

@@ -12,24 +12,26 @@ Suffixes: N packed tokens, S sequences, M chunks, H heads, C = 64 rows of a chun
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rille.ops.kda.arguments import Gate, PooledState, State
 from rille.ops.kda.chunk import CHUNK, TILE, check_lower_bound
 from rille.ops.kda.intra import intra_kernel
+from rille.ops.kda.launching import heads_of, launch, rows_of, tiles_of
 from rille.ops.kda.operands import INTERPRET, Intra, operand_type, packed_heads, packed_states, types
 from rille.ops.kda.segment_launch import border_states
 from rille.ops.kda.segments import Segments, segments_of
 from rille.ops.kda.state_pass import state_pass_kernel
 from rille.packing import Packing
 
-RING = not INTERPRET  # the state pass in Gluon; its Triton twin runs where this is False
-INTRA_OPTIONS: dict[str, Any] = {"num_warps": 4}
+TILED = not INTERPRET  # the first kernel in Gluon; where this is False its Triton twin runs
+RING = not INTERPRET  # the same of the state pass
+TILE_REGISTERS = 128  # of a thread in the first kernel: two programs share a multiprocessor
 KEY_WIDTHS, VALUE_WIDTHS = (64, 128), (64, 128, 256)
 
 
@@ -61,26 +63,39 @@ def forward(
     gate: Gate,
     packing: Packing,
     state: State = None,
+    through: Callable[..., tuple[Tensor, ...]] | None = None,
 ) -> Forward:
     """The op's arguments (`kda`) to its results and what the backward pass needs. No wait for the device anywhere.
 
     q, k, v, z of any float type but float64; products take bf16 operands and sum in fp32. Under Triton's interpreter
     operands of fp32 inputs stay fp32. final_SHVK is fp32; a pool is read and written in place and gives None. Raises
-    ValueError for a lower bound below -5.
+    ValueError for a lower bound below -5. through: takes the place of the op where gradients are wanted.
     """
     check_lower_bound(gate)
     chunks = packing.chunks(CHUNK)
     indices = (chunks.spans, packing.starts, packing.longest_first, chunks.first)
-    inputs = (q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate.A_log, gate.dt_bias, gate.lower_bound, *indices)
+    tensors, bound = (q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate.A_log, gate.dt_bias), gate.lower_bound
+    inputs = (*tensors, bound if bound is None else float(bound), *indices)
     (_, H, K), V = q_NHK.shape, v_NHV.shape[2]
     segments = list(segments_of(packing, H, multiprocessors(q_NHK.device), K, V) or ())
     if isinstance(state, PooledState):
-        o_NHV, t_MHCC, a_MHCC = forward_in_pool(*inputs, state.pool, state.slots, state.checkpoints, segments)
+        run = forward_in_pool if plain(*tensors) else forward_in_pool_op
+        o_NHV, t_MHCC, a_MHCC = run(*inputs, state.pool, state.slots, state.checkpoints, segments)
         return Forward(o_NHV, None, t_MHCC, a_MHCC)
-    return Forward(*forward_from_states(*inputs, state, segments)[:4])
+    run = forward_from_states if plain(*tensors, state) else through or forward_op
+    return Forward(*run(*inputs, state, segments)[:4])
 
 
-@torch.library.custom_op("rille::kda_forward", mutates_args=())
+def plain(*tensors: Tensor | None) -> bool:
+    """Nobody but the caller looks on, neither autograd nor a compiler nor a subclass of tensors: the op's body runs as
+    it is, which spares the dispatcher's 30 to 50 microseconds."""
+    if torch.compiler.is_compiling():
+        return False
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        return False
+    return type(tensors[0]) is Tensor
+
+
 def forward_from_states(
     q_NHK: Tensor,
     k_NHK: Tensor,
@@ -105,7 +120,10 @@ def forward_from_states(
     return o_NHV, final_SHVK, chunks.t_MHCC, chunks.a_MHCC, borders[0], borders[1]
 
 
-@forward_from_states.register_fake
+forward_op = torch.library.custom_op("rille::kda_forward", mutates_args=())(forward_from_states)
+
+
+@forward_op.register_fake
 def _(
     q_NHK, k_NHK, v_NHV, z_NHK, b_NH, A_log, dt_bias, lower_bound, spans_M2, starts, order_S, first_S, initial, segments
 ):
@@ -119,7 +137,6 @@ def _(
     return o_NHV, states[0], t_MHCC, a_MHCC, states[1], states[2]
 
 
-@torch.library.custom_op("rille::kda_forward_in_pool", mutates_args=("pool",))
 def forward_in_pool(
     q_NHK: Tensor,
     k_NHK: Tensor,
@@ -144,7 +161,10 @@ def forward_in_pool(
     return o_NHV, chunks.t_MHCC, chunks.a_MHCC
 
 
-@forward_in_pool.register_fake
+forward_in_pool_op = torch.library.custom_op("rille::kda_forward_in_pool", mutates_args=("pool",))(forward_in_pool)
+
+
+@forward_in_pool_op.register_fake
 def _(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, A_log, dt_bias, lower_bound, spans_M2, *rest):
     return fake_outputs(q_NHK, v_NHV, spans_M2)
 
@@ -174,17 +194,39 @@ def intra(
         t_MHCC = q_NHK.new_empty(M, H, CHUNK, CHUNK, dtype=dtype)
     a_MHCC = q_NHK.new_empty(0 if solved else M, H, CHUNK, CHUNK, dtype=dtype)
     decay_MHK = q_NHK.new_empty(M, H, K, dtype=torch.float32)
+    made = Intra(t_MHCC, a_MHCC, w_MHCK, q_MHCK, k_MHCK, decay_MHK)
     if M * H:
-        q_NHK, k_NHK, z_NHK, b_NH = (packed_heads(x) for x in (q_NHK, k_NHK, z_NHK, b_NH))
-        strides = [x.stride(0) for x in (q_NHK, k_NHK, z_NHK, b_NH)]
-        anchors_CC = anchors(q_NHK.device, dtype)
-        inputs = (q_NHK, k_NHK, z_NHK, b_NH, A_log, dt_bias.contiguous(), spans_M2, anchors_CC)
-        launch: Any = intra_kernel[(M * H,)]
-        launch(
-            *inputs, t_MHCC, a_MHCC, w_MHCK, q_MHCK, k_MHCK, decay_MHK, *strides, lower_bound or 0.0, K**-0.5,
-            H=H, K=K, BOUNDED=lower_bound is not None, SOLVED=solved, **types(dtype), **INTRA_OPTIONS,
-        )  # fmt: skip
-    return Intra(t_MHCC, a_MHCC, w_MHCK, q_MHCK, k_MHCK, decay_MHK)
+        heads = [packed_heads(x) for x in (q_NHK, k_NHK, z_NHK)]
+        others = (packed_heads(b_NH), A_log, dt_bias.contiguous(), spans_M2)
+        if TILED and lower_bound is not None and all(for_tma(x) for x in heads):
+            launch_tiles(heads, others, made, lower_bound, solved)
+        else:
+            launch_intra(heads, others, made, lower_bound, solved)
+    return made
+
+
+def for_tma(x_NHK: Tensor) -> bool:
+    """bf16 that the TMA unit can address: rows and the first element at multiples of 16 bytes."""
+    return x_NHK.dtype == torch.bfloat16 and x_NHK.stride(0) % 8 == 0 and x_NHK.data_ptr() % 16 == 0
+
+
+def launch_tiles(heads: list[Tensor], others: tuple, made: Intra, lower_bound: float, solved: bool) -> None:
+    from rille.ops.kda.intra_gluon import intra_tile_kernel
+
+    (_, H, K), M = heads[0].shape, made.decay_MHK.shape[0]
+    squares = (made.t_MHCC, made.t_MHCC if solved else made.a_MHCC, made.minus_w_MHCK)
+    tiles = (*(heads_of(x, CHUNK, K) for x in heads), *(tiles_of(x, CHUNK) for x in squares))
+    numbers = (others[0].stride(0), lower_bound, K**-0.5)
+    shape = dict(H=H, K=K, SOLVED=solved, num_warps=K // 16, maxnreg=TILE_REGISTERS)
+    launch(intra_tile_kernel, M * H, (*tiles, *others, *made[3:], *numbers), **shape)
+
+
+def launch_intra(heads: list[Tensor], others: tuple, made: Intra, lower_bound: float | None, solved: bool) -> None:
+    (_, H, K), M, dtype = heads[0].shape, made.decay_MHK.shape[0], made.t_MHCC.dtype
+    strides = [x.stride(0) for x in (*heads, others[0])]
+    inputs = (*heads, *others, anchors(heads[0].device, dtype))
+    shape = dict(H=H, K=K, BOUNDED=lower_bound is not None, **types(dtype), SOLVED=solved, num_warps=4)
+    launch(intra_kernel, M * H, (*inputs, *made, *strides, lower_bound or 0.0, K**-0.5), **shape)
 
 
 def recurrence(
@@ -230,7 +272,7 @@ def state_pass(
     """The second kernel: o. initial and final [slots, H, V, K] may be one pool; slots_S says which row a sequence has
     (its own number by default), checkpoints_M into which row of saved, or else of final, the state after each chunk
     goes (-1: none)."""
-    (N, H, V), K, S = v_NHV.shape, chunks.decay_MHK.shape[2], first_S.shape[0]
+    (N, H, V), S = v_NHV.shape, first_S.shape[0]
     v_NHV = packed_heads(v_NHV)
     o_NHV = v_NHV.new_empty(N, H, V)
     if S * H == 0:
@@ -239,71 +281,63 @@ def state_pass(
         if final is not None and final is not initial:
             final.zero_() if initial is None else final.copy_(initial)
         return o_NHV
-    block, num_warps, stages = value_block(V, S * H, multiprocessors(v_NHV.device))
+    split = value_block(V, S * H, multiprocessors(v_NHV.device))
     initial, final, saved = packed_states(initial), packed_states(final), packed_states(saved)
     if checkpoints_M is None:
         saved = None
     elif saved is None:
         saved = final
     strides = [x.stride(0) if x is not None else 0 for x in (initial, final, saved)]
-    indices = (starts, order_S, first_S, initial, final, slots_S, saved, checkpoints_M)
-    shape = dict(H=H, K=K, V=V, BV=block, STAGES=stages, num_warps=num_warps)
-    launch = launch_ring if RING and v_NHV.dtype == torch.bfloat16 and v_NHV.stride(0) % 8 == 0 else launch_twin
-    launch((S * H * (V // block),), chunks, v_NHV, o_NHV, indices, strides, shape)
+    indices = (starts, order_S, first_S, initial, final, slots_S, saved, checkpoints_M, *strides)
+    launch_pass = launch_ring if RING and split.ring and for_tma(v_NHV) else launch_twin
+    launch_pass(chunks, v_NHV, o_NHV, indices, S * H * (V // split.BV), split)
     return o_NHV
 
 
+class Split(NamedTuple):
+    """How the state pass divides V: value channels a program, warps, stages of the loads, in Gluon or not."""
+
+    BV: int
+    num_warps: int
+    stages: int
+    ring: bool
+
+
+def value_block(V: int, programs: int, multiprocessors: int) -> Split:
+    """128 channels share one read of the other operands. 64 give twice the programs, better as long as all of them run
+    at once. Where those nearly fill the card, memory is the limit and neighbours must read the same rows at the same
+    time: Gluon's fetching warps run ahead and apart, Triton's do not."""
+    programs *= V // 64
+    if V > 64 and programs > multiprocessors:
+        return Split(128, 8, 2, ring=True)
+    return Split(64, 4, 3, ring=not multiprocessors < 2 * programs <= 2 * multiprocessors)
+
+
 def launch_twin(
-    grid: tuple[int], chunks: Intra, v_NHV: Tensor, o_NHV: Tensor, indices: tuple, strides: list, shape: dict
+    chunks: Intra, v_NHV: Tensor, o_NHV: Tensor, indices: tuple[Any, ...], programs: int, split: Split
 ) -> None:
-    operands = (chunks.t_MHCC, chunks.a_MHCC, *chunks[2:5])
-    tiles = [TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [CHUNK, x.shape[-1]]) for x in operands]
-    if indices[-1] is not None:
-        shape |= dict(STAGES=2)  # storing states takes the shared memory of a stage
-    launch: Any = state_pass_kernel[grid]
-    decay_MHK, dtype = chunks.decay_MHK, chunks.t_MHCC.dtype
-    launch(*tiles, v_NHV, decay_MHK, o_NHV, *indices, v_NHV.stride(0), *strides, **shape, **types(dtype))
+    (_, H, V), K, dtype = v_NHV.shape, chunks.decay_MHK.shape[2], chunks.t_MHCC.dtype
+    tiles = [rows_of(x, CHUNK) for x in chunks[:5]]
+    # storing states takes the shared memory of a stage
+    stages = split.stages if indices[6] is None else 2
+    shape = dict(H=H, K=K, V=V, BV=split.BV, **types(dtype), STAGES=stages, num_warps=split.num_warps)
+    pointers = (v_NHV, chunks.decay_MHK, o_NHV, *indices[:8])
+    launch(state_pass_kernel, programs, (*tiles, *pointers, v_NHV.stride(0), *indices[8:]), **shape)
 
 
 def launch_ring(
-    grid: tuple[int], chunks: Intra, v_NHV: Tensor, o_NHV: Tensor, indices: tuple, strides: list, shape: dict
+    chunks: Intra, v_NHV: Tensor, o_NHV: Tensor, indices: tuple[Any, ...], programs: int, split: Split
 ) -> None:
-    from rille.ops.kda import state_pass_gluon
+    from rille.ops.kda.state_pass_gluon import state_pass_ring_kernel
 
-    K, BV = shape["K"], shape["BV"]
-    operands = (chunks.t_MHCC, chunks.a_MHCC, *chunks[2:5])
-    tiles = [ring_descriptor(x.view(-1, x.shape[-1]), [CHUNK, x.shape[-1]]) for x in operands]
-    tiles.append(ring_descriptor(heads_joined(v_NHV), [CHUNK, BV]))
-    tiles.append(ring_descriptor(chunks.decay_MHK.view(-1, K), [1, K]))
-    tiles.append(ring_descriptor(heads_joined(o_NHV), [CHUNK, BV]))
-    kernel: Any = state_pass_gluon.state_pass_ring_kernel
-    kernel[grid](*tiles, o_NHV, *indices, *strides, **shape)
+    (_, H, V), K, BV = v_NHV.shape, chunks.decay_MHK.shape[2], split.BV
+    tiles = [tiles_of(x, CHUNK) for x in chunks[:5]]
+    tiles += [heads_of(v_NHV, CHUNK, BV), tiles_of(chunks.decay_MHK, 1), heads_of(o_NHV, CHUNK, BV)]
+    shape = dict(H=H, K=K, V=V, BV=BV, STAGES=split.stages, num_warps=split.num_warps)
+    launch(state_pass_ring_kernel, programs, (*tiles, o_NHV, *indices), **shape)
 
 
-def heads_joined(x_NHV: Tensor) -> Tensor:
-    """[N, H * V], a view."""
-    N, H, V = x_NHV.shape
-    return x_NHV.as_strided((N, H * V), (x_NHV.stride(0), 1))
-
-
-def ring_descriptor(x: Tensor, tile: list[int]) -> Any:
-    """A TMA descriptor with the layout of the tile in shared memory, which Gluon wants spelled out."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Descriptor
-
-    dtype = gl.float32 if x.dtype == torch.float32 else gl.bfloat16
-    layout: Any = gl.NVMMASharedLayout.get_default_for(tile, dtype)
-    return Descriptor.from_tensor(x, tile, layout)
-
-
-def value_block(V: int, programs: int, multiprocessors: int) -> tuple[int, int, int]:
-    """Value channels a program, warps, stages of the loads. 128 channels share one read of the other operands; 64 give
-    twice the programs, better as long as all of them run at once."""
-    if V == 64 or programs * (V // 64) <= multiprocessors:
-        return 64, 4, 3
-    return 128, 8, 2
-
-
+@torch.compiler.assume_constant_result
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

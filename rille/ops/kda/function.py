@@ -15,12 +15,11 @@ from torch import Tensor
 
 from rille.ops.kda.arguments import Gate
 from rille.ops.kda.backward import Cut, Inputs, backward
-from rille.ops.kda.forward import forward
+from rille.ops.kda.forward import forward, forward_from_states, plain
 from rille.ops.kda.segments import Segments
 from rille.packing import Packing
 
 
-@torch.library.custom_op("rille::kda_backward", mutates_args=())
 def kda_backward(
     q_NHK: Tensor,
     k_NHK: Tensor,
@@ -54,7 +53,10 @@ def cut_of(tensors: list[Tensor]) -> Cut | None:
     return Cut(tensors[0], tensors[1], Segments(*tensors[2:])) if tensors else None
 
 
-@kda_backward.register_fake
+kda_backward_op = torch.library.custom_op("rille::kda_backward", mutates_args=())(kda_backward)
+
+
+@kda_backward_op.register_fake
 def _(*inputs):
     tokens, (A_log, dt_bias_HK), initial_SHVK = inputs[:5], inputs[5:7], inputs[12]
     rows = [x.new_empty(x.shape) for x in tokens]
@@ -78,13 +80,28 @@ def gradients(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     do_NHV, dfinal_SHVK = grads[:2]
     if do_NHV is None:
         do_NHV = torch.zeros_like(outputs[-1])
-    found = kda_backward(*inputs[:7], ctx.lower_bound, *inputs[7:], *outputs, do_NHV, dfinal_SHVK, cut)
+    run: Any = kda_backward if plain(do_NHV, *inputs[:7]) else kda_backward_op
+    found = run(*inputs[:7], ctx.lower_bound, *inputs[7:], *outputs, do_NHV, dfinal_SHVK, cut)
     parameters = [g.to(x.dtype) for g, x in zip(found[5:7], inputs[5:7], strict=True)]
     dinitial_SHVK = found[7].to(inputs[-1].dtype) if inputs[-1] is not None else None
     return (*found[:5], *parameters, None, None, None, None, None, dinitial_SHVK, [None] * ctx.tables)
 
 
 torch.library.register_autograd("rille::kda_forward", gradients, setup_context=setup_context)
+
+
+class Eager(torch.autograd.Function):
+    """The op without the dispatcher, for calls that no compiler sees."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        output = forward_from_states(*inputs)
+        setup_context(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        return *gradients(ctx, *grads)[:-1], None
 
 
 def differentiable(
@@ -98,6 +115,7 @@ def differentiable(
     initial_SHVK: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """`kda` by the kernels, differentiable in every tensor. Raises ValueError for a lower bound below -5."""
-    result = forward(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, packing, initial_SHVK)
+    through = None if torch.compiler.is_compiling() else Eager.apply
+    result = forward(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, packing, initial_SHVK, through)
     assert result.final_SHVK is not None, "only a pool keeps the final states"
     return result.o_NHV, result.final_SHVK

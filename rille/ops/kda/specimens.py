@@ -8,7 +8,9 @@ import triton.language as tl
 from triton.experimental.gluon import language as gl
 
 from rille.ops.ahead import Specimen
+from rille.ops.kda.forward import TILE_REGISTERS
 from rille.ops.kda.intra import intra_kernel
+from rille.ops.kda.intra_gluon import intra_tile_kernel
 from rille.ops.kda.state_pass import state_pass_kernel
 from rille.ops.kda.state_pass_gluon import state_pass_ring_kernel
 
@@ -40,6 +42,18 @@ def specimen(name: str, kernel: Any, constexprs: dict[str, Any], num_warps: int,
 def intra(name: str, K: int = 128, bounded: bool = True, solved: bool = False, **limits: Any) -> Specimen:
     constexprs = dict(H=96, K=K, BOUNDED=bounded, OPERAND=tl.bfloat16, INTERPRET=False, SOLVED=solved)
     return specimen(f"kda_intra_{name}", intra_kernel, constexprs, 4, want_wgmma=True, **limits)
+
+
+def tiles(name: str, K: int = 128, solved: bool = False) -> Specimen:
+    """The first kernel in Gluon, with the options of a launch."""
+    blocks = {name: [64, K] for name in ("q_desc", "k_desc", "z_desc", "w_desc")}
+    blocks |= {"t_desc": [64, 64], "a_desc": [64, 64]}
+    types = TYPES | {name: ring_descriptor(block, "bf16") for name, block in blocks.items()}
+    constexprs = dict(H=96, K=K, SOLVED=solved, num_warps=K // 16)
+    kernel: Any = intra_tile_kernel
+    signature = {name: types[name] for name in kernel.arg_names if name not in constexprs}
+    limits: dict[str, Any] = dict(want_wgmma=True, maxnreg=TILE_REGISTERS)
+    return Specimen(f"kda_intra_tile_{name}", kernel, signature, constexprs, K // 16, divisible=WHOLE, **limits)
 
 
 def state_pass(name: str, BV: int, K: int = 128, V: int = 128, absent: str = "") -> Specimen:
@@ -77,6 +91,10 @@ SPECIMENS = [
     intra("k64", K=64),
     intra("solved", solved=True, **SPILL),
     intra("softplus", bounded=False, **SPILL),
+    tiles("k128"),
+    tiles("k64", K=64),
+    tiles("solved", solved=True),
+    tiles("k64_solved", K=64, solved=True),
     state_pass("v128", 128, absent="initial_ptr slots_ptr saved_ptr saved_slots_ptr"),
     state_pass("v64", 64, absent="slots_ptr saved_ptr saved_slots_ptr"),
     state_pass("pool", 128),

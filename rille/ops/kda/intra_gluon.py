@@ -1,0 +1,358 @@
+"""The first kernel of `intra.py` in Gluon: the same arithmetic for the bounded gate, with layouts and stages placed by
+hand.
+
+K / 16 warps. In the first half a thread holds 16 rows, one tile, of two channels: the sums of g run inside a thread,
+and only the totals of the tiles pass through shared memory. q, k and z come by TMA; the operands of the products take
+their places. The block inverses of 32 rows are made by substitution in fp32, a thread a column; one merge follows,
+X_ba = -X_b L_ba X_a.
+
+Gluon has no interpreter: `intra_kernel` is the twin that the tests run, and on a GPU both must agree.
+"""
+
+# The kernels' language is compiled by Triton; a type checker reads it as Python and objects.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    mma_v2,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
+PARTS: gl.constexpr = gl.constexpr(4)  # of a tile's rows: as many as a thread keeps in registers at a time, R = 4
+
+
+@gluon.constexpr_function
+def square_layout(width):
+    """The layout of a product [64, 64] of wgmma whose rows and columns are numbered part, tile, row, in the order of
+    tokens: tile, part, row. The bits of both numbers, lowest first, change places."""
+    token = [1, 2, 16, 32, 4, 8]
+    column = [[0, token[n]] for n in range(6)]
+    row = [[token[n], 0] for n in range(6)]
+    registers = [column[0], row[3], *column[3:]]
+    lanes = [column[1], column[2], row[0], row[1], row[2]]
+    warps = [row[4], row[5]]
+    if width == 2:
+        warps.append(registers.pop())
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [64, 64])
+
+
+@gluon.jit
+def exp2(x):
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def reciprocal(x):
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def inverse_root(x):
+    return gl.inline_asm_elementwise("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def leading_bits(x):
+    return (x.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def dot_16_bits(a, b, zero):
+    """a @ b for fp32 operands in the layouts of mma operands, each cut into two bf16 pieces."""
+    a_high, b_high = leading_bits(a), leading_bits(b)
+    a_low, b_low = (a - a_high).to(gl.bfloat16), (b - b_high).to(gl.bfloat16)
+    a_high, b_high = a_high.to(gl.bfloat16), b_high.to(gl.bfloat16)
+    return mma_v2(a_high, b_high, mma_v2(a_high, b_low, mma_v2(a_low, b_high, zero)))
+
+
+@gluon.jit
+def cut_tail(x, count, value, K: gl.constexpr, WARPS: gl.constexpr):
+    """Overwrite the rows of x [64, K] in shared memory that hold no token."""
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [WARPS, 1], [1, 0])
+    row = gl.arange(0, 64, gl.SliceLayout(1, WIDE))
+    held = x.load(WIDE)
+    x.store(gl.where((row < count)[:, None], held, gl.full([64, K], value, gl.float32, WIDE).to(held.dtype)))
+
+
+@gluon.jit
+def row_factor(x, K: gl.constexpr, WARPS: gl.constexpr):
+    """1 / |row| of x [64, K] in shared memory."""
+    ROWS: gl.constexpr = gl.BlockedLayout([1, K // 4], [8, 4], [WARPS, 1], [1, 0])
+    held = x.load(ROWS).to(gl.float32)
+    return inverse_root(gl.sum(held * held, 1) + 1e-6)
+
+
+@gluon.jit
+def tiles_of(x, TILES: gl.constexpr, FLAT: gl.constexpr, K: gl.constexpr):
+    return gl.convert_layout(gl.reshape(x.load(FLAT), [4, 16, K]), TILES, assert_trivial=True)
+
+
+@gluon.jit
+def halves_of(x, PART: gl.constexpr):
+    """First and second half of the rows of each tile: [4, R, K] as two [4, R / 2, K], in registers."""
+    R: gl.constexpr = x.shape[1]
+    K: gl.constexpr = x.shape[2]
+    first, second = gl.split(gl.reshape(x, [4, 2, R // 2, K]).permute((0, 2, 3, 1)))
+    return gl.convert_layout(first, PART, assert_trivial=True), gl.convert_layout(second, PART, assert_trivial=True)
+
+
+@gluon.jit
+def quarters_of(x, PART: gl.constexpr):
+    WARPS: gl.constexpr = PART.warps_per_cta
+    HALF: gl.constexpr = gl.BlockedLayout([1, 8, 2], [1, 1, 32], WARPS, [2, 1, 0])
+    first, second = halves_of(x, HALF)
+    a, b = halves_of(first, PART)
+    c, d = halves_of(second, PART)
+    return a, b, c, d
+
+
+@gluon.jit
+def put(target, x, part, R: gl.constexpr, K: gl.constexpr):
+    """Rows [4, R, K] into their place of target [64, K], where parts follow one another."""
+    target.slice(part * 4 * R, 4 * R, 0).store(gl.reshape(x.to(target.dtype), [4 * R, K]))
+
+
+@gluon.jit
+def in_order(x, LAYOUT: gl.constexpr):
+    """Rows and columns of a product of parts back in the order of tokens."""
+    R: gl.constexpr = 16 // PARTS
+    x = gl.reshape(x, [PARTS, 4, R, PARTS, 4, R]).permute((1, 0, 2, 4, 3, 5))
+    return gl.convert_layout(gl.reshape(x, [64, 64]), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def inverse_of_halves(columns, HALVES: gl.constexpr):
+    """(I + L)^-1 of both diagonal blocks of 32 rows, [2, 32, 32]; columns[m] holds column m of each L, [2, 32]."""
+    i = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, HALVES)))[None, :][:, :, None]
+    j = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, HALVES)))[None, :][:, None, :]
+    x = gl.where(i == j, 1.0, 0.0) + gl.zeros([2, 32, 32], gl.float32, HALVES)
+    for m in gl.static_range(31):
+        column = columns.index(m).load(gl.SliceLayout(2, HALVES))[:, :, None]
+        x_m = gl.sum(gl.where(i == m, x, -0.0), 1)[:, None, :]  # one register: adding -0.0 changes nothing
+        x = gl.where(i > m, x - column * x_m, x)
+    return x
+
+
+@gluon.jit
+def invert(l_s, columns_s, inverses_s, WARPS: gl.constexpr):
+    """(I + L)^-1 in the place of L, below and on the diagonal; the other two places are for use on the way."""
+    HALVES: gl.constexpr = gl.BlockedLayout([1, 32, 1], [1, 1, 32], [2, 1, WARPS // 2], [2, 1, 0])
+    MERGE: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [2, WARPS // 2], [16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MERGE, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MERGE, 2)
+    BLOCK: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    PLAIN3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    columns = columns_s._reinterpret(gl.float32, [32, 64], PLAIN)
+    for half in gl.static_range(2):
+        block = l_s.slice(32 * half, 32, 0).slice(32 * half, 32, 1).load(BLOCK)
+        columns.slice(32 * half, 32, 1).store(block.permute((1, 0)))
+    columns = columns_s._reinterpret(gl.float32, [32, 2, 32], PLAIN)
+    inverses_s._reinterpret(gl.float32, [2, 32, 32], PLAIN3).store(inverse_of_halves(columns, HALVES))
+    inverses = inverses_s._reinterpret(gl.float32, [2, 32, 32], PLAIN)
+    zero = gl.zeros([32, 32], gl.float32, MERGE)
+    between = l_s.slice(32, 32, 0).slice(0, 32, 1)
+    y = dot_16_bits(between.load(LEFT), inverses.index(0).load(RIGHT), zero)
+    y_s = columns_s._reinterpret(gl.float32, [2, 32, 32], PLAIN).index(0)
+    y_s.store(y)
+    for half in gl.static_range(2):
+        l_s.slice(32 * half, 32, 0).slice(32 * half, 32, 1).store(inverses.index(half).load(BLOCK))
+    between.store(-dot_16_bits(inverses.index(1).load(LEFT), y_s.load(RIGHT), zero))
+
+
+@gluon.jit
+def intra_tile_kernel(
+    q_desc,  # [N, H * K], as k and z
+    k_desc,
+    z_desc,
+    t_desc,  # [M * H * C, C], as is a; w: [M * H * C, K]
+    a_desc,
+    w_desc,
+    b_ptr,  # these and the rest as in `intra_kernel`
+    A_log_ptr,
+    dt_bias_ptr,
+    spans_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    decay_ptr,
+    b_stride,
+    lower_bound,
+    scale,
+    H: gl.constexpr,
+    K: gl.constexpr,
+    SOLVED: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    R: gl.constexpr = 16 // PARTS
+    WIDTH: gl.constexpr = num_warps // 4  # warps side by side along the channels
+    TILES: gl.constexpr = gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, WIDTH], [2, 1, 0])
+    SIDE: gl.constexpr = [[0, 64], [16, 0], [32, 0]] if WIDTH == 2 else [[16, 0], [32, 0]]
+    FLAT: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [1, 0], [2, 0], [4, 0], [8, 0]], [[0, 2], [0, 4], [0, 8], [0, 16], [0, 32]], SIDE, [], [64, K]
+    )
+    PART: gl.constexpr = gl.BlockedLayout([1, R, 2], [1, 1, 32], [4, 1, WIDTH], [2, 1, 0])
+    BY_TILE: gl.constexpr = gl.SliceLayout(1, TILES)
+    CHANNEL: gl.constexpr = gl.SliceLayout(0, BY_TILE)
+    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WIDTH], [16, 64 // WIDTH, 16])
+    SQUARE: gl.constexpr = square_layout(WIDTH)
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WIDTH], [16, 64, 16])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    BF16: gl.constexpr = gl.bfloat16
+
+    program = gl.program_id(0)
+    h = program % H
+    start = gl.load(spans_ptr + 2 * (program // H))
+    count = gl.load(spans_ptr + 2 * (program // H) + 1)
+
+    q_s = gl.allocate_shared_memory(BF16, [64, K], q_desc.layout)  # q, then q up
+    k_s = gl.allocate_shared_memory(BF16, [64, K], k_desc.layout)  # k, then k up
+    z_s = gl.allocate_shared_memory(BF16, [64, K], z_desc.layout)  # z, then k down
+    start_s = gl.allocate_shared_memory(BF16, [64, K], w_desc.layout)  # k 2^G
+    kw_s = gl.allocate_shared_memory(BF16, [64, K], w_desc.layout)  # factors with the middle as origin
+    totals_s = gl.allocate_shared_memory(gl.float32, [4, K], LINE)
+    factors_s = gl.allocate_shared_memory(gl.float32, [2, 64], LINE)  # 1 / |row| of k and of q
+    bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(bars.index(0), count=1)
+    mbarrier.init(bars.index(1), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    mbarrier.expect(bars.index(0), z_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(z_desc, [start, h * K], bars.index(0), z_s)
+    t_bytes: gl.constexpr = t_desc.block_type.nbytes if SOLVED else 0
+    mbarrier.expect(bars.index(1), q_desc.block_type.nbytes + k_desc.block_type.nbytes + t_bytes)
+    tma.async_copy_global_to_shared(k_desc, [start, h * K], bars.index(1), k_s)
+    tma.async_copy_global_to_shared(q_desc, [start, h * K], bars.index(1), q_s)
+    if SOLVED:
+        given_s = gl.allocate_shared_memory(BF16, [64, 64], t_desc.layout)
+        tma.async_copy_global_to_shared(t_desc, [program * 64, 0], bars.index(1), given_s)
+
+    tile = gl.arange(0, 4, gl.SliceLayout(1, BY_TILE))
+    row = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, TILES)))[None, :][:, :, None]
+    channel = gl.arange(0, K, CHANNEL)
+    rate = exp2(gl.load(A_log_ptr + h).to(gl.float32) * LOG2E)
+    slope = rate * -LOG2E
+    shift = gl.load(dt_bias_ptr + h * K + channel).to(gl.float32) * slope
+    out = program.to(gl.int64)
+
+    mbarrier.wait(bars.index(0), 0)
+    if count < 64:
+        cut_tail(z_s, count, -1e38, K, num_warps)  # a gate of 0
+    z = tiles_of(z_s, TILES, FLAT, K).to(gl.float32)
+    g = (lower_bound * LOG2E) * reciprocal(1.0 + exp2(z * slope + shift[None, :][:, None, :]))
+    sums = gl.associative_scan(g, 1, add)
+    total = gl.sum(gl.where(row == 15, sums, -0.0), 1)
+    all_totals_s = totals_s._reinterpret(gl.float32, [4, K], PLAIN)
+    all_totals_s.store(total)
+    x = sums - gl.where((tile % 2 == 0)[:, None], total, 0.0)[:, None, :]
+    OF_PART: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, PART))
+    t0, t1 = totals_s.index(0).load(OF_PART), totals_s.index(1).load(OF_PART)
+    t2, t3 = totals_s.index(2).load(OF_PART), totals_s.index(3).load(OF_PART)
+    tile_p = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(1, PART)))
+    row_p = gl.arange(0, R, gl.SliceLayout(0, gl.SliceLayout(2, PART)))[None, :][:, :, None]
+    channel_p = gl.arange(0, K, gl.SliceLayout(0, gl.SliceLayout(1, PART)))
+    gl.store(decay_ptr + out * K + channel_p, exp2(t0 + t1 + t2 + t3))
+    late = (tile_p >= 2)[:, None]
+    over_middle = gl.where(late, exp2(t2)[None, :], exp2(t1)[None, :])[:, None, :]
+    from_start = gl.where(late, exp2(t0 + t1)[None, :], exp2(t0)[None, :])[:, None, :]
+    to_end = gl.where(late, exp2(t3)[None, :], exp2(t2 + t3)[None, :])[:, None, :]
+    late = late[:, None, :]
+
+    mbarrier.wait(bars.index(1), 0)
+    if count < 64:
+        cut_tail(q_s, count, 0.0, K, num_warps)
+        cut_tail(k_s, count, 0.0, K, num_warps)
+    factors_s.index(0).store(row_factor(k_s, K, num_warps))
+    factors_s.index(1).store(row_factor(q_s, K, num_warps) * scale)
+    k_all, q_all = tiles_of(k_s, TILES, FLAT, K), tiles_of(q_s, TILES, FLAT, K)
+    k_factors, q_factors = (
+        factors_s.index(0)._reinterpret(gl.float32, [4, 16], PLAIN),
+        factors_s.index(1)._reinterpret(gl.float32, [4, 16], PLAIN),
+    )
+    at = out * (64 * K) + (tile_p[:, None][:, None, :] * 16 + row_p) * K + channel_p[None, :][:, None, :]
+    x_parts, k_parts, q_parts = quarters_of(x, PART), quarters_of(k_all, PART), quarters_of(q_all, PART)
+    if not SOLVED:
+        qw_s = gl.allocate_shared_memory(BF16, [64, K], w_desc.layout)
+    gl.thread_barrier()  # all rows of k and q are in registers
+    for p in gl.static_range(PARTS):
+        x = x_parts[p]
+        k = k_parts[p].to(gl.float32) * k_factors.slice(p * R, R, 1).load(gl.SliceLayout(2, PART))[:, :, None]
+        q = q_parts[p].to(gl.float32) * q_factors.slice(p * R, R, 1).load(gl.SliceLayout(2, PART))[:, :, None]
+        up, down = exp2(x), exp2(-x)
+        middle = gl.where(late, up, down) * over_middle
+        if not SOLVED:
+            put(k_s, k * up, p, R, K)
+            put(q_s, q * up, p, R, K)
+            put(z_s, k * down, p, R, K)
+            put(kw_s, k * middle, p, R, K)
+            put(qw_s, q * middle, p, R, K)
+        begin = gl.where(late, middle, up) * from_start
+        put(start_s, k * begin, p, R, K)
+        gl.store(q_out_ptr + at + p * R * K, (q * begin).to(BF16))
+        end = gl.where(late, down, middle) * to_end
+        gl.store(k_out_ptr + at + p * R * K, (k * end).to(BF16))
+    if SOLVED:
+        t = given_s.load(SQUARE)
+        parts_s = q_s._reinterpret(BF16, [64, 64], t_desc.layout)
+    else:
+        fence_async_shared()
+        zero = gl.zeros([64, 64], gl.float32, PRODUCT)
+        l_half = warpgroup_mma(k_s, z_s.permute((1, 0)), zero, use_acc=False, is_async=True)
+        a_half = warpgroup_mma(q_s, z_s.permute((1, 0)), zero, use_acc=False, is_async=True)
+        l_off = warpgroup_mma(kw_s, kw_s.permute((1, 0)), zero, use_acc=False, is_async=True)
+        a_off = warpgroup_mma(qw_s, kw_s.permute((1, 0)), zero, use_acc=False, is_async=True)
+        i = gl.arange(0, 64, gl.SliceLayout(1, SQUARE))
+        j = gl.arange(0, 64, gl.SliceLayout(0, SQUARE))
+        b_row = gl.load(b_ptr + (start + i).to(gl.int64) * b_stride + h, mask=i < count, other=0.0).to(gl.float32)
+        b_column = gl.load(b_ptr + (start + j).to(gl.int64) * b_stride + h, mask=j < count, other=0.0).to(gl.float32)
+        beta_row = gl.where(i < count, reciprocal(1.0 + exp2(b_row * -LOG2E)), 0.0)[:, None]
+        beta_column = gl.where(j < count, reciprocal(1.0 + exp2(b_column * -LOG2E)), 0.0)[None, :]
+        i, j = i[:, None], j[None, :]
+        same = i // 32 == j // 32
+        l_half, a_half, l_off, a_off = warpgroup_mma_wait(0, deps=(l_half, a_half, l_off, a_off))
+        l_half, a_half = in_order(l_half, SQUARE), in_order(a_half, SQUARE)
+        l_off, a_off = in_order(l_off, SQUARE), in_order(a_off, SQUARE)
+        gl.thread_barrier()  # the operands' places are free
+        a_s = q_s._reinterpret(BF16, [64, 64], a_desc.layout)
+        a_s.store(gl.where(i >= j, gl.where(same, a_half, a_off), 0.0).to(BF16))
+        if K == 128:
+            l_s = z_s._reinterpret(gl.float32, [64, 64], PLAIN)
+        else:
+            l_s = gl.allocate_shared_memory(gl.float32, [64, 64], PLAIN)
+        l_s.store(gl.where(i > j, gl.where(same, l_half, l_off), 0.0) * beta_row)
+        fence_async_shared()
+        gl.thread_barrier()
+        tma.async_copy_shared_to_global(a_desc, [program * 64, 0], a_s)
+        invert(l_s, kw_s, qw_s, num_warps)
+        gl.thread_barrier()
+        t = gl.where(i >= j, l_s.load(SQUARE), 0.0) * beta_column
+        t = t.to(BF16)
+        t_s = k_s._reinterpret(BF16, [64, 64], t_desc.layout)
+        t_s.store(t)
+        parts_s = qw_s._reinterpret(BF16, [64, 64], t_desc.layout)
+    parts_s.store(gl.reshape(gl.reshape(t, [64, 4, PARTS, R]).permute((0, 2, 1, 3)), [64, 64]))
+    fence_async_shared()
+    gl.thread_barrier()
+    if not SOLVED:
+        tma.async_copy_shared_to_global(t_desc, [program * 64, 0], t_s)
+    w = warpgroup_mma(parts_s, start_s, gl.zeros([64, K], gl.float32, OUT), use_acc=False, is_async=True)
+    w = warpgroup_mma_wait(0, deps=(w,))
+    kw_s.store((-w).to(BF16))
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(w_desc, [program * 64, 0], kw_s)
+    tma.store_wait(0)
