@@ -15,6 +15,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -71,6 +72,11 @@ class Case:
     do: Tensor
     dfinal: Tensor | None
 
+    @cached_property
+    def cu_seqlens(self) -> Tensor | None:
+        """The same tensor for each call: fla keeps what it derives from it."""
+        return self.packing.starts.long() if self.packing.num_sequences > 1 else None
+
     def ours(self, backend: str = "triton", dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
         leaves = self.leaves
         if dtype is not None:
@@ -89,7 +95,7 @@ class Case:
             q, k, v, z, b, initial_state=state[0] if state else None, output_final_state=self.dfinal is not None,
             use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, safe_gate=True,
             lower_bound=-5.0, A_log=A_log, dt_bias=dt_bias.flatten(), state_v_first=True,
-            cu_seqlens=self.packing.starts.long() if self.packing.num_sequences > 1 else None,
+            cu_seqlens=self.cu_seqlens,
         )  # fmt: skip
         return self.differentiate(o[0], final, self.leaves)
 
