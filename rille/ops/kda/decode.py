@@ -23,13 +23,12 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from rille.ops.kda import decode_reference
-from rille.ops.kda.arguments import Gate
+from rille.ops.kda.arguments import HAS_TRITON, Gate
 
 BACKENDS = ("gluon", "triton", "reference")
 
@@ -167,7 +166,7 @@ def choose_backend(qkv: Tensor, layer: DecodeLayer) -> tuple[str, str]:
 def obstacle(name: str, qkv: Tensor, layer: DecodeLayer) -> str | None:
     """Why the kernels of this name cannot run, or None."""
     (_, K), V, W = layer.gate.dt_bias.shape, layer.norm_weight.shape[0], layer.conv_weight.shape[1]
-    if find_spec("triton") is None:
+    if not HAS_TRITON:
         return "triton is not installed"
     if qkv.device.type != "cuda" and not (name == "triton" and interpreting()):
         return f"the tensors are on {qkv.device.type}"
