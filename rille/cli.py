@@ -243,6 +243,9 @@ class PlanConfig:
     gpus: int = 1
     """Share weights and training state among so many GPUs."""
 
+    groups: bool = False
+    """Show instead which parameters `optim.rule muon` updates in which way."""
+
     def __post_init__(self):
         if self.gpus < 1 or not self.context or min(self.context) < 1:
             raise ValueError(f"gpus is {self.gpus} and context {self.context}; both must be at least 1")
@@ -251,6 +254,11 @@ class PlanConfig:
 def plan(arguments: Arguments) -> int:
     """`rille plan PRESET`"""
     config = parse(PlanConfig, arguments, "plan")
+    if config.groups:
+        from rille.train.roles import groups_table
+
+        print(groups_table(config.model, model_config(config.model)))
+        return 0
 
     from rille.model.plan_table import plan_table
 

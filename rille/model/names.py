@@ -13,7 +13,7 @@ from typing import Literal
 
 from rille.model.config import K3Config
 
-Kind = Literal["heads", "matrix", "vector", "expert", "embedding"]
+Kind = Literal["heads", "matrix", "router", "vector", "expert", "embedding"]
 Storage = Literal["bf16", "f32", "expert"]  # "expert": MXFP4 or bf16, decided tensor by tensor
 
 TEXT_PREFIX = "language_model."
@@ -26,7 +26,8 @@ class Entry:
 
     official: its name; "{expert}" stands for the expert's number. shape: in the official file, for one expert. rows:
     the half-open range of our parameter's rows that it fills, None for all (for experts: rows inside the expert).
-    heads: how many equal row blocks a "heads" matrix has, one for each head.
+    heads: how many equal row blocks a "heads" matrix has, one for each head. parts: heights of the maps that one head's
+    block stacks, where it is more than one.
     """
 
     official: str
@@ -37,11 +38,17 @@ class Entry:
     rows: tuple[int, int] | None = None
     heads: int = 1
     experts: int | None = None
+    parts: tuple[int, ...] = ()
 
     @property
     def count(self) -> int:
         """Numbers in all tensors of the entry."""
         return prod(self.shape) * (self.experts or 1)
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Heights of the row blocks that repeat down a matrix, each of them one linear map: of a head, or all rows."""
+        return self.parts or (self.shape[0] // self.heads,)
 
     def official_names(self) -> Iterator[tuple[int | None, str]]:
         """(expert, name) of each official tensor, before any `.weight_packed` suffix."""
@@ -208,8 +215,15 @@ def _kda(c: K3Config, official: str, ours: str) -> list[Entry]:
 def _mla(c: K3Config, official: str, ours: str) -> list[Entry]:
     d, h = c.hidden_size, c.mla_heads
 
-    def entry(theirs: str, name: str, shape: tuple[int, ...], kind: Kind = "matrix", heads: int = 1) -> Entry:
-        return Entry(f"{official}{theirs}.weight", f"{ours}{name}", shape, kind=kind, heads=heads)
+    def entry(
+        theirs: str,
+        name: str,
+        shape: tuple[int, ...],
+        kind: Kind = "matrix",
+        heads: int = 1,
+        parts: tuple[int, ...] = (),
+    ) -> Entry:
+        return Entry(f"{official}{theirs}.weight", f"{ours}{name}", shape, kind=kind, heads=heads, parts=parts)
 
     query = h * c.query_dim
     if c.q_rank is None:
@@ -223,7 +237,7 @@ def _mla(c: K3Config, official: str, ours: str) -> list[Entry]:
     entries += [
         entry("kv_a_proj_with_mqa", "kv_down", (c.cache_dim, d)),
         entry("kv_a_layernorm", "kv_norm", (c.kv_rank,), "vector"),
-        entry("kv_b_proj", "kv_up", (h * (c.key_dim + c.value_dim), c.kv_rank), "heads", h),
+        entry("kv_b_proj", "kv_up", (h * (c.key_dim + c.value_dim), c.kv_rank), "heads", h, (c.key_dim, c.value_dim)),
     ]
     if c.mla_gate:
         entries.append(entry("g_proj", "gate_proj", (h * c.value_dim, d), "heads", h))
@@ -242,7 +256,7 @@ def _glu(official: str, ours: str, width: int, inner: int) -> list[Entry]:
 def _moe(c: K3Config, official: str, ours: str) -> list[Entry]:
     d, io, f, e = c.hidden_size, c.expert_io, c.expert_width, c.num_experts
     entries = [
-        Entry(f"{official}gate.weight", f"{ours}router", (e, d)),
+        Entry(f"{official}gate.weight", f"{ours}router", (e, d), kind="router"),
         Entry(f"{official}gate.e_score_correction_bias", f"{ours}router_bias", (e,), "f32", "vector"),
     ]
     if c.latent_width is not None:

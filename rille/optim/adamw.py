@@ -19,7 +19,7 @@ from rille.optim.groups import Named, decay_groups
 
 
 def adamw(parameters: Iterable[Named], config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over (name, parameter, kind) triples; its state is keyed by name (`param_names` in the state dict).
+    """AdamW over all parameters; its state is keyed by name (`param_names` in the state dict).
 
     Errors: see `decay_groups`.
     """

@@ -8,16 +8,22 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW and its schedule. ValueError names any field that is out of range."""
+    """The update rule and its schedule. ValueError names any field that is out of range."""
+
+    rule: Literal["adamw", "muon"] = "adamw"
+    """Of matrices: muon orthogonalises their updates, head by head. All else takes adamw."""
 
     lr: float = 2e-3
     """Peak learning rate."""
 
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the running mean of the gradient and of its square."""
+    """AdamW: decay of the running mean of the gradient and of its square."""
 
     eps: float = 1e-8
-    """Added to the root of the mean square."""
+    """AdamW: added to the root of the mean square."""
+
+    momentum: float = 0.95
+    """Muon: share of the running sum of gradients that is kept."""
 
     weight_decay: float = 0.1
     """Decoupled decay of matrices, experts and embeddings; vectors have none."""
@@ -44,6 +50,8 @@ class OptimConfig:
         for name in ("warmup_fraction", "decay_fraction", "min_lr_ratio"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"optim.{name} is {getattr(self, name)}; it is a share, from 0 to 1")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"optim.momentum is {self.momentum}; it must be at least 0 and below 1")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas are {self.betas}; both must be at least 0 and below 1")
         if not self.weight_decay >= 0:

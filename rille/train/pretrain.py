@@ -23,14 +23,16 @@ from rille.data.loader import Batch, Loader, held_out_batches
 from rille.model.checkpoint import save_model
 from rille.model.locate import step_checkpoints
 from rille.model.model import K3, new_model
-from rille.model.names import Kind, count_parameters, parameter_table
+from rille.model.names import count_parameters
 from rille.model.publish import write_whole
-from rille.optim.adamw import adamw
+from rille.optim.groups import Named
+from rille.optim.rules import optimizer
 from rille.train.checkpoint import read_numbers, remove_unfinished, restore
 from rille.train.config import TrainConfig, check_resumable, settings
 from rille.train.loop import Run, train
 from rille.train.losses import mean_loss
 from rille.train.metrics import METRICS, open_loggers, read_metrics
+from rille.train.roles import parameter_roles
 from rille.train.stopping import stop_on_signals
 
 SETTINGS, CORPUS, MODEL = "run.json", "corpus", "model"
@@ -110,16 +112,16 @@ def set_up(config: TrainConfig, corpus: Corpus) -> Run:
     model = new_model(config.model.replace(bos_id=eos, eos_id=eos), device=config.device, seed=config.seed)
     data = config.data
     loader = Loader(corpus.train.tokens, corpus.train.boundaries, data.batch_tokens, data.sequence_length, data.seed)
-    optimizer = adamw(named_parameters(model), config.optim)
+    follow = optimizer(named_parameters(model), config.optim)
     size = count_parameters(config.model)
     print(f"model: {size.total:,} parameters, {size.active:,} active")
-    return Run(config, model, optimizer, loader, held_out_measure(config, corpus), corpus.tokenizer)
+    return Run(config, model, follow, loader, held_out_measure(config, corpus), corpus.tokenizer)
 
 
-def named_parameters(model: K3) -> list[tuple[str, torch.nn.Parameter, Kind]]:
-    """(name, parameter, kind) from the parameter table: how the optimiser learns what each one is."""
-    kinds: dict[str, Kind] = {entry.parameter: entry.kind for entry in parameter_table(model.config)}
-    return [(name, parameter, kinds[name]) for name, parameter in model.named_parameters()]
+def named_parameters(model: K3) -> list[Named]:
+    """The model's parameters with what the table says of them: how the optimiser learns what each one is."""
+    roles = {role.name: role for role in parameter_roles(model.config)}
+    return [Named(name, p, roles[name].kind, roles[name].blocks) for name, p in model.named_parameters()]
 
 
 def held_out_measure(config: TrainConfig, corpus: Corpus) -> Callable[[], list[Batch]]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rille.model.names import parameter_table
+from rille.optim.config import OptimConfig
 from rille.train import loop
 from rille.train.losses import mean_loss
 from rille.train.metrics import read_metrics
@@ -44,9 +45,10 @@ class Killed(BaseException):
     """As sudden as a kill: nothing of the package catches it."""
 
 
-def test_resume_is_bit_equal(tmp_path):
+@pytest.mark.parametrize("rule", ["adamw", "muon"])
+def test_resume_is_bit_equal(tmp_path, rule):
     """20 steps at once, or killed after step 13, continued from the checkpoint of step 10."""
-    whole = small_config(tmp_path)
+    whole = small_config(tmp_path, optim=OptimConfig(lr=3e-3, rule=rule))
     pretrain(whole)
 
     broken = replace(whole, out=str(tmp_path / "broken"))
