@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from rille.ops.kda import Gate, PooledState, choose_backend, kda
 from rille.ops.kda import forward as kernels
 from rille.ops.kda.forward import INTERPRET, Split, forward, intra, value_block
+from rille.ops.kda.launching import kind, rows_of
 from rille.packing import Packing
 
 PACKED = (1, 15, 16, 17, 63, 64, 65, 0, 200)
@@ -197,6 +198,23 @@ def test_refusals() -> None:
         kda(inputs[0], *inputs[1:], Gate(gate.A_log, gate.dt_bias, -6.0), packing, backend="triton")
     if INTERPRET:
         assert choose_backend(*inputs, gate, packing) == ("reference", "no CUDA tensors")
+
+
+def test_descriptors_have_what_their_class_wants() -> None:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    x = torch.zeros(2, 3, 64, 32)
+    made, wanted = vars(rows_of(x, 64)), vars(TensorDescriptor.from_tensor(x.view(-1, 32), [64, 32]))
+    assert set(wanted) <= set(made)
+    for name in set(wanted) - {"base"}:
+        assert list(made[name]) == list(wanted[name]), name
+
+
+def test_kinds_tell_apart_what_is_compiled_differently() -> None:
+    x = torch.zeros(64, dtype=torch.bfloat16)
+    arguments = [x, x[1:], x.float(), None, 1, 5, 32, 2**40, 0.5, rows_of(x.view(8, 8), 8), rows_of(x.view(8, 8), 4)]
+    assert len({kind(argument) for argument in arguments}) == len(arguments)
+    assert kind(16) == kind(48) and kind(x) == kind(x[8:]) and kind(0.5) == kind(1.0)
 
 
 def assert_twins_agree(results: list[tuple[Tensor | None, ...]]) -> None:
