@@ -7,9 +7,11 @@ ordinary residuals) and the ablations between them. It never imports torch. Laye
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from rille.model.official import LINEAR_KEYS, SWITCH_KEYS, TEXT_KEYS, read_official, write_official
 from rille.model.vision_config import VisionConfig
@@ -144,7 +146,7 @@ class K3Config:
             keys = TEXT_KEYS | SWITCH_KEYS | {k: f"linear_attn_config.{v}" for k, v in LINEAR_KEYS.items()}
             for name, key in keys.items():
                 missing = missing.replace(f"'{name}'", key)
-            raise ValueError(f"config: these keys are missing or of the wrong type: {missing}") from error
+            raise ValueError(f"config: these keys are missing: {missing}") from error
 
     @classmethod
     def load(cls, path: str | Path) -> K3Config:
@@ -154,9 +156,10 @@ class K3Config:
         if not path.is_file():
             raise FileNotFoundError(f"{path}: no config.json there; name a checkpoint directory in the official layout")
         try:
-            return cls.from_official(json.loads(path.read_text(encoding="utf-8")))
-        except json.JSONDecodeError as error:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: not valid JSON ({error}); the file is damaged") from error
+        return cls.from_official(content)
 
     def to_official(self) -> dict[str, Any]:
         """The contents of `config.json` in the official layout, inert keys included."""
@@ -166,14 +169,56 @@ class K3Config:
         return replace(self, **changes)
 
 
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> bool:
+    return _whole(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+# annotation of a field -> whether a value is one, and the words for it ("or None" is added where the field may be None)
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "int": (_whole, "a whole number"),
+    "float": (_number, "a finite number"),
+    "bool": (lambda value: isinstance(value, bool), "true or false"),
+    "str": (lambda value: isinstance(value, str), "text"),
+    "tuple[int, ...]": (lambda value: isinstance(value, list | tuple) and all(map(_whole, value)), "whole numbers"),
+    "Residual": (lambda value: value in get_args(Residual), f"one of {', '.join(get_args(Residual))}"),
+    "Activation": (lambda value: value in get_args(Activation), f"one of {', '.join(get_args(Activation))}"),
+    "Balance": (lambda value: value in get_args(Balance), f"one of {', '.join(get_args(Balance))}"),
+}
+_MAY_BE_ZERO = ("dense_layers", "shared_experts", "mtp_layers", "shared_key_dim")
+_MAY_BE_NONE_NOT_ZERO = ("q_rank", "kda_gate_rank", "latent_width")
+
+
+def _check_kinds(c: K3Config) -> None:
+    """Every value is what its field says. Raises ValueError that lists all that are not."""
+    wrong = []
+    for f in fields(c):
+        kind, _, none = str(f.type).partition(" | ")
+        value = getattr(c, f.name)
+        if kind not in _KINDS or (none and value is None):
+            continue
+        fits, words = _KINDS[kind]
+        if not fits(value):
+            wrong.append(f"{f.name} {value!r} must be {words}{' or None' if none else ''}")
+    if wrong:
+        raise ValueError(f"config: {'; '.join(wrong)}")
+
+
 def _check(c: K3Config) -> None:
-    sizes = {
-        f.name: getattr(c, f.name)
-        for f in fields(c)
-        if f.type == "int" and f.name not in ("dense_layers", "shared_experts", "mtp_layers", "shared_key_dim")
-    }
-    if wrong := {name: value for name, value in sizes.items() if value < 1}:
+    _check_kinds(c)
+    whole = {f.name: getattr(c, f.name) for f in fields(c) if f.type == "int"}
+    whole |= {name: getattr(c, name) for name in _MAY_BE_NONE_NOT_ZERO if getattr(c, name) is not None}
+    if wrong := {name: value for name, value in whole.items() if value < 1 and name not in _MAY_BE_ZERO}:
         raise ValueError(f"config: these sizes must be at least 1: {wrong}")
+    if wrong := {name: whole[name] for name in _MAY_BE_ZERO if whole[name] < 0}:
+        raise ValueError(f"config: these sizes must not be negative: {wrong}")
+    if wrong := {name: getattr(c, name) for name in ("norm_eps", "inner_norm_eps") if getattr(c, name) <= 0}:
+        raise ValueError(f"config: these numbers must be positive: {wrong}")
+    if len(set(c.mla_layers)) != len(c.mla_layers):
+        raise ValueError(f"config: mla_layers {c.mla_layers} name a layer twice")
     if out := [i for i in c.mla_layers if not 0 <= i < c.num_layers]:
         raise ValueError(f"config: mla_layers {out} lie outside the {c.num_layers} layers (they are 0-based)")
     if c.active_experts > c.num_experts:
@@ -182,8 +227,6 @@ def _check(c: K3Config) -> None:
         raise ValueError(f"config: decay_lower_bound {c.decay_lower_bound} must be negative (or None for softplus)")
     if c.activation == "situ" and not (c.gate_cap > 0 and c.up_cap > 0):
         raise ValueError(f"config: SiTU caps must be positive, not {c.gate_cap} and {c.up_cap}")
-    if c.mtp_layers < 0:
-        raise ValueError(f"config: mtp_layers is {c.mtp_layers}; it must not be negative")
     if c.vision is not None and c.vision.text_width != c.hidden_size:
         raise ValueError(
             f"config: the vision projector writes {c.vision.text_width} channels, the hidden size is {c.hidden_size}"

@@ -122,8 +122,9 @@ def read_official(official: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(official, dict):
         raise ValueError(f"config: expected a JSON object, got {type(official).__name__}")
     nested = "text_config" in official
-    text: dict[str, Any] = dict(official["text_config"]) if nested else dict(official)
-    linear, own = _take_linear(text), dict(text.pop("rille", None) or {})
+    text = dict(_part(official, "text_config")) if nested else dict(official)
+    linear, own = _take_linear(text), dict(_part(text, "rille"))
+    text.pop("rille", None)
     _respell(text)
     _refuse_unknown(official if nested else {}, text, linear, own)
     _require_fixed(text)
@@ -132,16 +133,25 @@ def read_official(official: dict[str, Any]) -> dict[str, Any]:
     values |= _read_switches(text, linear) | _read_layers(text, linear) | own
     values["inert"] = {"text_config": {k: v for k, v in text.items() if k in _INERT_TEXT}}
     if nested:
-        vision = official.get("vision_config")
-        values["vision"] = None if vision is None else VisionConfig.from_official(vision)
+        vision = _part(official, "vision_config")
+        values["vision"] = None if official.get("vision_config") is None else VisionConfig.from_official(vision)
         values["media_pad_id"] = official.get("media_placeholder_token_id")
         values["inert"][""] = {k: v for k, v in official.items() if k in _INERT_TOP}
     return values
 
 
+def _part(keys: dict[str, Any], name: str) -> dict[str, Any]:
+    """An object inside the file, empty where it is absent or null. Raises ValueError for anything else."""
+    part = {} if keys.get(name) is None else keys[name]
+    if not isinstance(part, dict):
+        raise ValueError(f"config: {name} must be a JSON object, not {part!r}")
+    return part
+
+
 def _take_linear(text: dict[str, Any]) -> dict[str, Any]:
     """Take out what describes the linear layers, in either spelling. Raises ValueError where the two differ."""
-    linear = dict(text.pop("linear_attn_config", None) or {})
+    linear = dict(_part(text, "linear_attn_config"))
+    text.pop("linear_attn_config", None)
     flat = {official: text.pop(key) for key, official in _FLAT_LINEAR.items() if key in text}
     if (kinds := text.pop("layer_types", None)) is not None:
         flat["full_attn_layers"] = [i for i, kind in enumerate(kinds, 1) if kind == "full_attention"]
@@ -213,6 +223,12 @@ def _read_layers(text: dict[str, Any], linear: dict[str, Any]) -> dict[str, Any]
     mla = linear.get("full_attn_layers")
     if mla is None:
         raise ValueError("config: linear_attn_config.full_attn_layers is missing; it says which layers are MLA")
+    lists = {"full_attn_layers": mla, "kda_layers": linear.get("kda_layers", [])}
+    for name, numbers in lists.items():
+        if not isinstance(numbers, list) or not all(isinstance(i, int) for i in numbers):
+            raise ValueError(f"config: linear_attn_config.{name} must be a list of whole numbers, not {numbers!r}")
+    if not isinstance(count, int):
+        raise ValueError(f"config: num_hidden_layers must be a whole number, not {count!r}")
     kda = linear.get("kda_layers", [i for i in range(1, count + 1) if i not in mla])
     if sorted([*mla, *kda]) != list(range(1, count + 1)):
         raise ValueError(

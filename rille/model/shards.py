@@ -50,10 +50,11 @@ def read_headers(directory: Path) -> dict[str, Stored]:
         raise FileNotFoundError(f"{directory}: neither {INDEX} nor {SINGLE} is there; is it a checkpoint directory?")
     try:
         weight_map: dict[str, str] = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"]
-    except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
+        files = sorted(set(weight_map.values()))
+        absent = [f for f in files if not (directory / f).is_file()]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{directory / INDEX}: not a valid shard index ({error!r})") from error
-    files = sorted(set(weight_map.values()))
-    if absent := [f for f in files if not (directory / f).is_file()]:
+    if absent:
         raise CheckpointError(f"{directory}: the index names shards that are not there: {shorten(absent)}")
     stored: dict[str, Stored] = {}
     for file in files:
@@ -73,13 +74,14 @@ def _header(path: Path) -> dict[str, Stored]:
             raise CheckpointError(f"{path}: truncated or not a safetensors file ({size} bytes)")
         try:
             header = json.loads(file.read(length))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{path}: damaged safetensors header ({error})") from error
-    header.pop("__metadata__", None)
-    end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            header.pop("__metadata__", None)
+            end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            stored = {name: Stored(path.name, e["dtype"], tuple(e["shape"])) for name, e in header.items()}
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{path}: damaged safetensors header ({error!r})") from error
     if end != size:
         raise CheckpointError(f"{path}: truncated: the header describes {end} bytes, the file has {size}")
-    return {name: Stored(path.name, e["dtype"], tuple(e["shape"])) for name, e in header.items()}
+    return stored
 
 
 class ShardReader:
@@ -93,7 +95,10 @@ class ShardReader:
         file = self._stored[name].file
         if file != self._file:
             self.close()
-            self._open = safe_open(self._directory / file, framework="pt")
+            try:
+                self._open = safe_open(self._directory / file, framework="pt")
+            except SafetensorError as error:
+                raise CheckpointError(f"{self._directory / file}: damaged safetensors file ({error})") from error
             self._open.__enter__()
             self._file = file
         assert self._open is not None

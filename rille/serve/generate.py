@@ -60,7 +60,7 @@ def stream(
     check(tokens, max_new_tokens, temperature, top_p, seed)
     generator = torch.Generator()
     generator.seed() if seed is None else generator.manual_seed(seed)
-    return _stream(model, tokens, max_new_tokens, Sampler(temperature, top_p, generator), frozenset(stop_ids))
+    return _stream(model, tokens, max_new_tokens, Sampler(temperature, top_p, generator), frozenset(map(int, stop_ids)))
 
 
 def _stream(
@@ -112,8 +112,8 @@ def check_sampling(max_new_tokens: int, temperature: float, top_p: float, seed: 
         raise ValueError(f"temperature is {temperature}; it must be at least 0 (0 takes the likeliest token)")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p is {top_p}; it must be above 0 and at most 1")
-    if seed is not None and seed < 0:
-        raise ValueError(f"seed is {seed}; it must not be negative")
+    if seed is not None and not 0 <= seed < 2**63:
+        raise ValueError(f"seed is {seed}; it must be at least 0 and below 2^63")
 
 
 def continue_text(config: GenerateConfig) -> None:

@@ -91,7 +91,7 @@ def damaged(file: Path, checkpoint: Path, error: Exception) -> ValueError:
 
 def remove_unfinished(out: Path) -> None:
     """Delete what a killed run left of a checkpoint that it was writing."""
-    for partial in (*out.glob("checkpoints/.step-*"), *out.glob(".model.*")):
+    for partial in (*out.glob("checkpoints/.*step-*"), *out.glob(".model.*")):
         shutil.rmtree(partial)
 
 

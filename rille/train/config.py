@@ -57,8 +57,8 @@ class TrainConfig:
         for name in ("steps", "accumulate", "eval_every", "eval_tokens", "checkpoint_every", "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.seed < 0:
-            raise ValueError(f"seed is {self.seed}; it must not be negative")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed is {self.seed}; it must be at least 0 and below 2^63")
         if not self.out:
             raise ValueError("out is empty; name a directory for the run")
         if self.data.vocab_size != self.model.vocab_size:

@@ -199,6 +199,53 @@ def test_unknown_config_keys_are_listed(copy):
         load_model(copy)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("hidden_size", "64", "hidden_size '64' must be a whole number"),
+        ("vocab_size", 64.5, r"vocab_size 64\.5 must be a whole number"),
+        ("num_hidden_layers", None, "num_hidden_layers must be a whole number"),
+        ("num_shared_experts", -1, "must not be negative: .*shared_experts"),
+        ("q_lora_rank", 0, "must be at least 1: .*q_rank"),
+        ("rms_norm_eps", "x", "norm_eps 'x' must be a finite number"),
+        ("rms_norm_eps", -1e-5, "must be positive: .*norm_eps"),
+        ("routed_scaling_factor", float("nan"), "routed_scale nan must be a finite number"),
+        ("moe_renormalize", "no", "renormalise 'no' must be true or false"),
+        ("eos_token_id", "x", "eos_id 'x' must be a whole number or None"),
+        ("linear_attn_config", [1], "linear_attn_config must be a JSON object"),
+        ("linear_attn_config", {"full_attn_layers": "2"}, "full_attn_layers must be a list of whole numbers"),
+        ("rille", {"balance": "median"}, "balance 'median' must be one of quantile, sign, none"),
+    ],
+)
+def test_config_values_of_the_wrong_kind_are_named(copy, key, value, words):
+    official = json.loads((copy / "config.json").read_text())
+    official["text_config"][key] = value
+    (copy / "config.json").write_text(json.dumps(official))
+    with pytest.raises(ValueError, match=words):
+        load_model(copy)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, b"\xff\xfe"], ids=["empty", "open", "deep", "no text"])
+def test_a_config_that_is_no_json_is_named(copy, text):
+    (copy / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=r"config\.json: not valid JSON"):
+        load_model(copy)
+
+
+@pytest.mark.parametrize("index", [[], {}, {"weight_map": []}, {"weight_map": {"a": 3}}])
+def test_an_index_of_another_form_is_refused(copy, index):
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="not a valid shard index"):
+        load_model(copy)
+
+
+@pytest.mark.parametrize("header", [b"[]", b'{"a":1}', b'{"a":{"dtype":"F32","shape":[1]}}'])
+def test_a_header_of_another_form_is_refused(copy, header):
+    (copy / SHARDS[1]).write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CheckpointError, match="damaged"):
+        load_model(copy)
+
+
 def test_a_save_that_dies_leaves_the_old_checkpoint(copy, monkeypatch):
     model = load_model(copy)
     model.norm.data.fill_(2)

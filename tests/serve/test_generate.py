@@ -103,6 +103,12 @@ def test_nucleus(top_p, kept):
     assert torch.equal(left[kept], probabilities[kept])
 
 
+def test_stop_ids_of_any_kind(model):
+    first = generate(model, torch.arange(7), 3)[:1]
+    for stop_ids in (first.tolist(), first, iter(first.tolist())):
+        assert torch.equal(generate(model, torch.arange(7), 3, stop_ids=stop_ids), first)
+
+
 def test_small_temperature_and_top_p_become_greedy(model):
     tokens = torch.arange(7)
     greedy = generate(model, tokens, 10)
@@ -119,6 +125,7 @@ def test_small_temperature_and_top_p_become_greedy(model):
         ({"top_p": 0.0}, r"top_p is 0\.0"),
         ({"top_p": 1.1}, r"top_p is 1\.1"),
         ({"seed": -1}, "seed is -1"),
+        ({"seed": 2**63}, "seed is 9223372036854775808"),
         ({"tokens": torch.empty(0, dtype=torch.int64)}, "the prompt has no tokens"),
         ({"tokens": torch.tensor([5, 320])}, r"ids run from 5 to 320, the vocabulary has 0\.\.319"),
         ({"tokens": torch.tensor([-1])}, "ids run from -1"),

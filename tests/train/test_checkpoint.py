@@ -11,7 +11,7 @@ from rille.model.checkpoint import load_model
 from rille.model.locate import find_checkpoint, step_checkpoints
 from rille.text.tokenizer import load_tokenizer
 from rille.train import loop
-from rille.train.checkpoint import read_numbers, restore, save_checkpoint
+from rille.train.checkpoint import read_numbers, remove_unfinished, restore, save_checkpoint
 from tests.train.small import small_run
 
 
@@ -74,6 +74,21 @@ def test_the_newest_are_kept(tmp_path):
     kept = step_checkpoints(tmp_path / "run")
     assert [step for step, _ in kept] == [3, 1000000]
     assert find_checkpoint(tmp_path / "run") == kept[-1][1]
+
+
+def test_what_a_killed_save_left_is_removed(tmp_path, monkeypatch):
+    run = small_run(tmp_path)
+    save_checkpoint(run)
+    folder = tmp_path / "run" / "checkpoints"
+    monkeypatch.setattr("rille.model.publish.shutil.rmtree", lambda *_, **__: None)  # as if killed: nothing tidies up
+    monkeypatch.setattr("rille.model.checkpoint._write_shards", lambda *_: 1 / 0)
+    run.step = 5
+    with pytest.raises(ZeroDivisionError):
+        save_checkpoint(run)
+    monkeypatch.undo()
+    assert len(list(folder.iterdir())) == 3  # the run's partial directory, and the model's partial beside it
+    remove_unfinished(tmp_path / "run")
+    assert [path.name for path in folder.iterdir()] == ["step-000000"]
 
 
 @contextmanager

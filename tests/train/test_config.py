@@ -21,6 +21,8 @@ def test_counts_are_at_least_one(name):
 def test_other_faults_are_named():
     with pytest.raises(ValueError, match="seed is -1"):
         replace(tiny(), seed=-1)
+    with pytest.raises(ValueError, match="seed is 9223372036854775808"):
+        replace(tiny(), seed=2**63)
     with pytest.raises(ValueError, match="out is empty"):
         replace(tiny(), out="")
     with pytest.raises(ValueError, match=r"data\.vocab_size is 4096 and model\.vocab_size \d+"):
