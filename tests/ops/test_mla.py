@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rille.ops.mla import LatentCache, attention, latent_attention, reference
+from rille.ops.mla import LatentCache, attention, largest_logits, latent_attention, reference
 from rille.packing import Packing
 
 LENGTHS = [(1,), (0, 1, 0), (63,), (1, 15, 0, 17, 15, 1, 64, 15), (16, 16, 16), (65, 0, 130, 2, 65)]
@@ -165,3 +165,24 @@ def test_user_mistakes() -> None:
         latent_attention(torch.zeros(2, H, 8), cache, Packing.of([1, 1]), 0.3, 4)
     with pytest.raises(ValueError, match="value_width 9"):
         latent_attention(torch.zeros(1, H, 8), cache, Packing.of([1]), 0.3, 9)
+
+
+@pytest.mark.parametrize("lengths", [[5], [1, 0, 63], [600, 15]])
+def test_largest_logits(lengths: list[int]):
+    """Against the score matrix of each sequence, written out; later keys and other sequences must not count."""
+    packing, generator = Packing.of(lengths), torch.Generator().manual_seed(len(lengths))
+    q, k = (torch.randn(sum(lengths), 3, 8, dtype=torch.float64, generator=generator) for _ in range(2))
+    expected = torch.full((3,), -torch.inf, dtype=torch.float64)
+    for one_q, one_k in zip(q.split(lengths), k.split(lengths), strict=True):
+        for n in range(len(one_q)):
+            scores = 0.3 * torch.einsum("hk,mhk->hm", one_q[n], one_k[: n + 1])
+            expected = torch.maximum(expected, scores.amax(1))
+    assert torch.allclose(largest_logits(q, k, packing, 0.3), expected, rtol=1e-13)
+    assert largest_logits(q.bfloat16(), k.bfloat16(), packing, 0.3).dtype == torch.float32
+
+
+def test_largest_logits_of_nothing_and_of_history():
+    empty = torch.zeros(0, 2, 4)
+    assert largest_logits(empty, empty, Packing.of([0]), 1.0).tolist() == [-torch.inf] * 2
+    with pytest.raises(ValueError, match=r"history of \(3,\)"):
+        largest_logits(torch.zeros(1, 2, 4), torch.zeros(1, 2, 4), Packing.of([1], [3]), 1.0)

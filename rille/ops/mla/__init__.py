@@ -1,12 +1,13 @@
 """Attention of gated MLA: expanded for training and prefill, absorbed over the latent cache for decoding."""
 
+import torch
 from torch import Tensor
 
-from rille.ops.mla import latent, packed
+from rille.ops.mla import largest, latent, packed
 from rille.ops.mla.cache import LatentCache
 from rille.packing import Packing
 
-__all__ = ["LatentCache", "attention", "latent_attention"]
+__all__ = ["LatentCache", "attention", "largest_logits", "latent_attention"]
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
@@ -45,3 +46,20 @@ def latent_attention(q: Tensor, cache: LatentCache, packing: Packing, scale: flo
             f"for {packing.num_tokens} tokens"
         )
     return latent.latent_attention(q, cache, packing, scale, value_width)
+
+
+@torch.no_grad()
+def largest_logits(q: Tensor, k: Tensor, packing: Packing, scale: float) -> Tensor:
+    """The largest causal logit scale * <q, k> of each head, [H] in fp32 (float64 for float64); -inf without tokens.
+
+    q, k [N, H, K] of one dtype, a batch without history. Costs the score product of `attention` once more. QK-clip
+    (`rille.optim.qk_clip`) looks at it. No gradient.
+
+    Raises ValueError for history, and shapes and dtypes that do not agree.
+    """
+    if any(packing.consumed) or q.shape != k.shape or q.dtype != k.dtype or q.shape[0] != packing.num_tokens:
+        raise ValueError(
+            f"largest_logits: q {tuple(q.shape)} {q.dtype}, k {tuple(k.shape)} {k.dtype} for {packing.num_tokens} "
+            f"tokens and a history of {packing.consumed}; want two [N, H, K] and no history"
+        )
+    return largest.largest_logits(q, k, packing, scale)
