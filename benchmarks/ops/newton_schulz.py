@@ -1,0 +1,139 @@
+"""Newton-Schulz and Muon's whole step on one GPU: first right, then fast.
+
+    PYTHONPATH=. python3 benchmarks/ops/newton_schulz.py --out FOLDER [--no-step]
+
+The gate compares both forms in fp16 and bf16 with float64. Times are medians of `triton.testing.do_bench`. For each
+batch of matrices: both forms in fp16 and bf16, every matrix alone in a loop, and TFLOP/s counted by
+the plain form's FLOPs. "step" is `Muon.step` over tensors of `nano`'s shapes (from the parameter table), with the peak
+memory that it needs beside weights, gradients and state. The table comes last; FOLDER/newton_schulz.json holds the
+numbers. The bar for the step is 50 ms, the aim 36.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor, nn
+
+from rille.model.presets import preset
+from rille.ops.newton_schulz import newton_schulz
+from rille.optim.adamw import adamw
+from rille.optim.config import OptimConfig
+from rille.optim.groups import Named
+from rille.optim.muon import muon
+from rille.train.roles import newton_schulz_flops, parameter_roles
+
+SHAPES = [(768, 256, 448), (1152, 128, 512), (96, 128, 7168), (36, 512, 896), (12, 512, 512)]  # matrices, rows, columns
+LIMITS = {torch.float16: 1e-2, torch.bfloat16: 8e-2}
+
+
+def distance(got: Tensor, expected: Tensor) -> float:
+    return float((got.double() - expected).norm() / expected.norm())
+
+
+def check_all() -> list[tuple[str, float, float]]:
+    rows = []
+    for P, Q in ((256, 448), (128, 512), (128, 7168), (512, 512), (17, 63)):
+        torch.manual_seed(P)
+        m = torch.randn(4, P, Q, device="cuda")
+        expected = newton_schulz(m.double(), backend="reference")
+        for dtype, limit in LIMITS.items():
+            for form in ("plain", "gram"):
+                error = distance(newton_schulz(m * 1e-6, eps=1e-20, dtype=dtype, backend=form), expected)
+                rows.append((f"{P} x {Q} {str(dtype)[6:]} {form}", error, limit))
+    for what, error, limit in rows:
+        if not error <= limit:
+            print(f"  FAIL {what:<44} {error:.2e} (at most {limit:.0e})", flush=True)
+    print(f"  gate: {len(rows)} comparisons, largest error {max(error for _, error, _ in rows):.1e}", flush=True)
+    return rows
+
+
+def median_ms(call, rep: int = 60) -> float:
+    return float(triton.testing.do_bench(call, warmup=15, rep=rep, return_mode="median"))
+
+
+def measure(B: int, P: int, Q: int) -> dict[str, Any]:
+    m = torch.randn(B, P, Q, device="cuda")
+    row: dict[str, Any] = {"work": f"{B} of {P}x{Q}"}
+    for dtype, form in [(d, f) for d in LIMITS for f in ("plain", "gram")]:
+        row[f"{form} {str(dtype)[6:]}"] = median_ms(lambda d=dtype, f=form: newton_schulz(m, dtype=d, backend=f))
+    best = min(value for value in row.values() if isinstance(value, float))
+    row["TFLOP/s, best"] = 1e-9 * B * newton_schulz_flops(P, Q) / best
+    few = m[: min(B, 8)]
+    row["each alone"] = median_ms(lambda: [newton_schulz(one[None], dtype=torch.float16) for one in few]) * B / len(few)
+    return row
+
+
+def nano_parameters() -> list[Named]:
+    """Tensors of nano's sizes with gradients; a matrix as its row blocks stand."""
+    named = []
+    for role in parameter_roles(preset("nano")):
+        if not role.name.endswith("router_bias"):
+            p = nn.Parameter(torch.randn(role.count // role.columns, role.columns, device="cuda").mul_(0.02))
+            p.grad = torch.randn_like(p).mul_(1e-4)
+            named.append(Named(role.name, p, role.kind, role.blocks))
+    return named
+
+
+def measure_step() -> dict[str, float]:
+    named, row = nano_parameters(), {}
+    for name, rule in (("adamw", adamw), ("muon", muon)):
+        follow = rule(named, OptimConfig(rule=name))
+        follow.step()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        row[f"{name} step"] = median_ms(follow.step, rep=400)
+        row[f"{name} GB more"] = (torch.cuda.max_memory_allocated() - before) * 1e-9
+        del follow
+    numbers = sum(row.parameter.numel() for row in named)
+    row["floor at 28 bytes"] = 28 * numbers / copy_speed()
+    return row
+
+
+def copy_speed() -> float:
+    """Bytes a millisecond, read and written."""
+    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * 2**30 / median_ms(lambda: target.copy_(source))
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """One line a number, one column a shape."""
+    for name in dict.fromkeys(name for row in rows for name in row):
+        cells = (row.get(name, "") for row in rows)
+        print(f"{name:<16}", *(f"{c:>16.3f}" if isinstance(c, float) else f"{c:>16}" for c in cells))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("."))
+    parser.add_argument("--no-step", action="store_true")
+    options = parser.parse_args()
+    report: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "versions": {name: version(name) for name in ("torch", "triton")},
+        "gate": check_all(),
+    }
+    report["rows"] = [measure(*shape) for shape in SHAPES]
+    report["step"] = {} if options.no_step else measure_step()
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "newton_schulz.json").write_text(json.dumps(report, indent=1))
+    print(f"\n{report['device']}; ms")
+    print_table(report["rows"])
+    for name, value in report["step"].items():
+        print(f"{name:<24}{value:>10.3f}")
+    failures = [f"gate: {what} is off by {error:.2e}" for what, error, limit in report["gate"] if not error <= limit]
+    if failures:
+        raise SystemExit("\n".join(failures))
+
+
+if __name__ == "__main__":
+    main()
