@@ -165,7 +165,12 @@ def _fill(model: K3, parameters: dict[str, nn.Parameter], piece: Piece, read: Sh
     value = read(piece.names[0])
     target = _target(parameter, piece)
     target.copy_(value.view(target.shape))
-    return [] if bool(torch.isfinite(value).all()) else [f"{piece.names[0]} (NaN or infinite values)"]
+    return [] if _finite(value) else [f"{piece.names[0]} (NaN or infinite values)"]
+
+
+def _finite(value: Tensor) -> bool:
+    """Whether there is no NaN or infinity, a block at a time: the test of a whole tensor takes twice its bytes."""
+    return all(bool(torch.isfinite(block).all()) for block in value.flatten().split(1 << 18))
 
 
 def _target(parameter: Tensor, piece: Piece) -> Tensor:
@@ -202,7 +207,7 @@ def _fill_a_log(model: K3, piece: Piece, read: ShardReader) -> list[str]:
     layer.A_log, layer.A_log_stored = nn.Parameter(value.clone().to(model.device)), stored.shape
     if bool(value[piece.entry.shape[0] :].any()):
         return [f"{piece.names[0]} (entries beyond the {piece.entry.shape[0]} heads are not zero)"]
-    return [] if bool(torch.isfinite(value).all()) else [f"{piece.names[0]} (NaN or infinite values)"]
+    return [] if _finite(value) else [f"{piece.names[0]} (NaN or infinite values)"]
 
 
 # --- saving -----------------------------------------------------------------------------------------------------------
@@ -261,11 +266,13 @@ def _write_shards(model: K3, directory: Path, experts: Experts, dtype: torch.dty
     """Write shard by shard under provisional names, then rename once their number is known."""
     places: list[tuple[list[str], Path]] = []
     total = 0
-    for shard in _shards(model, experts, dtype):
+    for entries in _shards(model, experts, dtype):
         file = directory / f"shard-{len(places)}"
+        shard = {name: t for entry in entries for name, t in _official_tensors(model, entry, experts, dtype)}
         save_shard(shard, file)
         places.append((list(shard), file))
         total += sum(t.nbytes for t in shard.values())
+        del shard  # before the next one is made: there is never more than one in memory
     weight_map: dict[str, str] = {}
     for number, (names, file) in enumerate(places, 1):
         final = f"model-{number:05d}-of-{len(places):06d}.safetensors"
@@ -276,18 +283,28 @@ def _write_shards(model: K3, directory: Path, experts: Experts, dtype: torch.dty
     return Written(list(weight_map), total)
 
 
-def _shards(model: K3, experts: Experts, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
-    """Whole groups, as many as fit SHARD_BYTES."""
-    shard: dict[str, Tensor] = {}
+def _shards(model: K3, experts: Experts, dtype: torch.dtype) -> Iterator[list[Entry]]:
+    """The entries of each shard: whole groups, as many as fit SHARD_BYTES."""
+    shard: list[Entry] = []
+    size = 0
     for group in _groups(model):
-        tensors = {n: t for entry in group for n, t in _official_tensors(model, entry, experts, dtype)}
-        size = sum(t.nbytes for t in (*shard.values(), *tensors.values()))
-        if shard and size > SHARD_BYTES:
+        more = sum(_stored_bytes(model, entry, experts, dtype) for entry in group)
+        if shard and size + more > SHARD_BYTES:
             yield shard
-            shard = {}
-        shard |= tensors
+            shard, size = [], 0
+        shard, size = shard + group, size + more
     if shard:
         yield shard
+
+
+def _stored_bytes(model: K3, entry: Entry, experts: Experts, dtype: torch.dtype) -> int:
+    """Bytes of an entry in the file (of one whose experts differ: as if all were packed)."""
+    if entry.experts is not None:
+        module_name, leaf = entry.parameter.rsplit(".", 1)
+        loaded_packed = getattr(model.get_submodule(module_name), f"{leaf}_scale") is not None
+        if experts == "mxfp4" or (experts == "keep" and loaded_packed):
+            return entry.count // 2 + entry.count // GROUP
+    return entry.count * (torch.float32 if entry.storage == "f32" else dtype).itemsize
 
 
 def _groups(model: K3) -> list[list[Entry]]:
@@ -301,7 +318,7 @@ def _groups(model: K3) -> list[list[Entry]]:
 
 def _official_tensors(model: K3, entry: Entry, experts: Experts, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     parameter = model.get_parameter(entry.parameter).detach()
-    if not bool(torch.isfinite(parameter).all()):
+    if not _finite(parameter):
         raise CheckpointError(f"{entry.parameter}: NaN or infinite values; such a checkpoint could not be loaded again")
     if entry.experts is not None:
         yield from _expert_tensors(model, entry, parameter, experts, dtype)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import weakref
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from rille.model.checkpoint import load_model, save_model
 from rille.model.config import K3Config
 from rille.model.model import new_model
 from rille.model.presets import preset
-from rille.model.shards import CheckpointError, read_headers
+from rille.model.shards import CheckpointError, read_headers, save_shard
 from tests.model.oracle import ORACLE
 
 SHARDS = ("model-00001-of-000002.safetensors", "model-00002-of-000002.safetensors")
@@ -289,3 +290,18 @@ def test_shards_are_cut_between_layers(tmp_path, monkeypatch):
         assert torch.equal(again.get_parameter(name), parameter), name
     index = json.loads((tmp_path / "m" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors(tmp_path / "m").values())
+
+
+def test_one_shard_at_a_time_is_in_memory(tmp_path, monkeypatch):
+    """Saving makes a shard only when the one before it is gone."""
+    alive: list[weakref.ref] = []
+
+    def watched(tensors, path):
+        assert not any(reference() is not None for reference in alive), "an earlier shard is still held"
+        alive.extend(weakref.ref(tensor) for tensor in tensors.values())
+        save_shard(tensors, path)
+
+    monkeypatch.setattr("rille.model.checkpoint.SHARD_BYTES", 100_000)
+    monkeypatch.setattr("rille.model.checkpoint.save_shard", watched)
+    save_model(load_model(ORACLE), tmp_path / "again")
+    assert len(list((tmp_path / "again").glob("*.safetensors"))) > 5
