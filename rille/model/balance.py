@@ -28,13 +28,16 @@ BINS = 4000
 class Counts:
     """Expert load and required-bias histogram of each MoE layer, int64 on the model's device.
 
-    load: layer -> [E], tokens given to each expert. histogram: layer -> [E, B]. A training forward adds to them once
+    load: layer -> [E], tokens given to each expert. histogram: layer -> [E, B]. largest: MLA layer -> [H], the largest
+    logit of each head, where `attention` asks for it (one more score product). A training forward adds to them once
     per token (not in evaluation, not under recomputation); the trainer sums them over ranks before `update`.
     """
 
     bins: int = BINS
+    attention: bool = False
     load: dict[int, Tensor] = field(default_factory=dict)
     histogram: dict[int, Tensor] = field(default_factory=dict)
+    largest: dict[int, Tensor] = field(default_factory=dict)
 
     def add(self, layer: int, ids_NA: Tensor, scores_NE: Tensor, cutoff_N: Tensor, bias_E: Tensor) -> None:
         experts = scores_NE.shape[1]
@@ -43,6 +46,9 @@ class Counts:
         if layer in self.load:
             load_E, histogram_EB = load_E + self.load[layer], histogram_EB + self.histogram[layer]
         self.load[layer], self.histogram[layer] = load_E, histogram_EB
+
+    def add_logits(self, layer: int, largest_H: Tensor) -> None:
+        self.largest[layer] = torch.maximum(largest_H, self.largest.get(layer, largest_H))
 
 
 def required_bias_histogram(scores_NE: Tensor, cutoff_N: Tensor, bias_E: Tensor, bins: int = BINS) -> Tensor:

@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 from rille.model.allocate import Allocate
 from rille.model.config import K3Config
 from rille.model.context import Context
-from rille.ops.mla import attention, latent_attention
+from rille.ops.mla import attention, largest_logits, latent_attention
 from rille.ops.norm import rms_norm
 
 
@@ -56,6 +56,11 @@ class MLA(nn.Module):
             o_NC = o_NC * torch.sigmoid(linear(x_ND, self.gate_proj).to(o_NC.dtype))
         return linear(o_NC.to(x_ND.dtype), self.out_proj)
 
+    @property
+    def query(self) -> nn.Parameter:
+        """The matrix whose rows are the heads' queries."""
+        return self.q_up if self.low_rank_query else self.q_proj
+
     def _queries(self, x_ND: Tensor) -> Tensor:
         if self.low_rank_query:
             q = linear(rms_norm(linear(x_ND, self.q_down), self.q_norm, self.eps), self.q_up)
@@ -75,6 +80,8 @@ class MLA(nn.Module):
         k_NHK, v_NHV = kv_NHC.split([self.key_dim, self.value_dim], dim=-1)
         shared_NHK = latent_NR[:, None, rank:].expand(-1, q_NHK.shape[1], -1)
         key_NHK = torch.cat([k_NHK, shared_NHK], dim=-1)
+        if ctx.counts is not None and ctx.counts.attention:
+            ctx.counts.add_logits(self.layer, largest_logits(q_NHK, key_NHK, ctx.packing, self.query_dim**-0.5))
         return attention(q_NHK, key_NHK, v_NHV, ctx.packing, self.query_dim**-0.5)
 
     def _absorbed(self, q_NHK: Tensor, ctx: Context) -> Tensor:

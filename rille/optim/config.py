@@ -28,6 +28,9 @@ class OptimConfig:
     weight_decay: float = 0.1
     """Decoupled decay of matrices, experts and embeddings; vectors have none."""
 
+    qk_clip: float | None = None
+    """Largest attention logit of an MLA head (K2: 100); a louder head's weights are scaled down. None: no limit."""
+
     schedule: Literal["cosine", "constant", "wsd"] = "cosine"
     """Course of the learning rate after warm-up; wsd: stable, then linear decay."""
 
@@ -54,6 +57,8 @@ class OptimConfig:
             raise ValueError(f"optim.momentum is {self.momentum}; it must be at least 0 and below 1")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas are {self.betas}; both must be at least 0 and below 1")
+        if self.qk_clip is not None and not self.qk_clip > 0:
+            raise ValueError(f"optim.qk_clip is {self.qk_clip}; it must be above 0, or none")
         if not self.weight_decay >= 0:
             raise ValueError(f"optim.weight_decay is {self.weight_decay}; it must not be negative")
         if self.schedule == "wsd" and self.warmup_fraction + self.decay_fraction > 1:

@@ -18,9 +18,11 @@ from torch import Tensor
 
 from rille.data.loader import Batch, Loader
 from rille.model.balance import Counts, load_violation, update_biases
+from rille.model.mla import MLA
 from rille.model.model import K3
 from rille.optim.adamw import set_learning_rate
 from rille.optim.clip import clip_gradients
+from rille.optim.qk_clip import qk_clip
 from rille.optim.schedules import learning_rate
 from rille.text.tokenizer import Tokenizer
 from rille.train.checkpoint import save_checkpoint
@@ -79,7 +81,8 @@ def next_batches(run: Run) -> list[Batch]:
 
 def forward_backward(run: Run, batches: list[Batch]) -> Work:
     """Gradients of the summed loss, added up over the batches."""
-    work = Work(perf_counter(), torch.zeros((), device=run.model.device), 0, Counts())
+    counts = Counts(attention=run.config.optim.qk_clip is not None)
+    work = Work(perf_counter(), torch.zeros((), device=run.model.device), 0, counts)
     for batch in batches:
         result = next_token_loss(run.model, batch, work.counts)
         result.loss_sum.backward()
@@ -97,7 +100,7 @@ def reduce(run: Run, work: Work) -> None:
 
 
 def update(run: Run, work: Work) -> None:
-    """Clip, set the learning rate, step, balance the experts."""
+    """Clip, set the learning rate, step, limit attention logits, balance the experts."""
     config, balance = run.config, run.config.model.balance
     work.gradient_norm = float(clip_gradients(run.model.parameters(), config.optim.clip))
     check_finite(run, work)
@@ -105,9 +108,18 @@ def update(run: Run, work: Work) -> None:
     set_learning_rate(run.optimizer, work.learning_rate)
     run.optimizer.step()
     run.optimizer.zero_grad()
+    if config.optim.qk_clip is not None:
+        clip_logits(run.model, work.counts, config.optim.qk_clip)
     update_biases(run.model.router_biases(), work.counts, config.model.active_experts, balance)
     run.model.prepare()
     run.step += 1
+
+
+def clip_logits(model: K3, counts: Counts, threshold: float) -> None:
+    """QK-clip in every MLA layer that ran, from the largest logits of the step's forward passes."""
+    for layer in model.modules():
+        if isinstance(layer, MLA) and layer.layer in counts.largest:
+            qk_clip(layer.query, layer.kv_up, counts.largest[layer.layer], layer.key_dim, threshold)
 
 
 def check_finite(run: Run, work: Work) -> None:
@@ -127,6 +139,8 @@ def log(run: Run, work: Work) -> None:
         "gradient_norm": work.gradient_norm,
         "expert_load_violation": max((load_violation(load_E) for load_E in work.counts.load.values()), default=0.0),
     }
+    if work.counts.largest:
+        values["largest_attention_logit"] = max(float(largest_H.max()) for largest_H in work.counts.largest.values())
     if run.step % run.config.eval_every == 0 or run.step == run.config.steps:
         values["held_out_loss"] = mean_loss(run.model, run.held_out())
     for logger in run.loggers:

@@ -67,6 +67,7 @@ def test_short_runs_stay_within_peak_and_floor(schedule, total: int, shares: tup
         {"min_lr_ratio": 2.0},
         {"betas": (0.9, 1.0)},
         {"weight_decay": -0.1},
+        {"qk_clip": 0.0},
     ],
 )
 def test_config_names_what_is_out_of_range(change: dict):

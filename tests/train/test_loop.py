@@ -194,6 +194,26 @@ def test_router_biases_follow_the_rule(tmp_path, balance, moves):
     assert not any(p.grad is not None for p in run.model.parameters())
 
 
+@torch.no_grad()
+def test_loud_heads_are_clipped(tmp_path):
+    """One head of the MLA layer is loud: after the update its logits on the same batch are at the threshold."""
+    config = small_config(tmp_path)
+    still = config.model.replace(balance="none")  # what reaches the layer stays the same
+    run = small_run(tmp_path, model=still, optim=replace(config.optim, lr=1e-9, qk_clip=0.5))
+    layer = run.model.layers["2"].attn
+    layer.q_up[24:] *= 1e3
+    batch = next(run.loader)
+    with torch.enable_grad():
+        work = loop.forward_backward(run, [batch])
+    quiet, loud = work.counts.largest[2].tolist()
+    assert quiet < 0.5 < loud
+    loop.reduce(run, work)
+    loop.update(run, work)
+    with torch.enable_grad():
+        after = loop.forward_backward(run, [batch]).counts.largest[2].tolist()
+    assert after == pytest.approx([quiet, 0.5], rel=1e-4)
+
+
 def test_divergence_is_loud_and_touches_nothing(tmp_path):
     run = small_run(tmp_path)
     with torch.no_grad():
