@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rille.ops.kda.chunk import CHUNK
+from rille.ops.kda.launching import launch, rows_of
 from rille.ops.kda.operands import Intra, packed_heads, packed_states, types
 from rille.ops.kda.segment_pass import fold_kernel, reverse_segment_kernel, segment_kernel
 from rille.ops.kda.segments import Segments
 
 ROWS = 64  # of a state or a transition in one program of the segment kernel
 SEGMENT_OPTIONS: dict[str, Any] = {"STAGES": 2, "num_warps": 4}  # two programs share a multiprocessor
-FOLD_OPTIONS: dict[str, Any] = {"BV": 16, "num_warps": 8}
+FOLD_ROWS = 16  # the same of the fold
 
 
 def border_states(
@@ -46,15 +46,13 @@ def run_segments(
     (_, H, V), K, dtype = v_NHV.shape, chunks.decay_MHK.shape[2], chunks.t_MHCC.dtype
     v_NHV, initial = packed_heads(v_NHV), packed_states(initial)
     transitions_PHKK = v_NHV.new_empty(products_P2.shape[0], H, K, K, dtype=torch.float32)
-    operands = (chunks.t_MHCC, chunks.minus_w_MHCK, chunks.k_end_MHCK)
-    tiles = [TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [CHUNK, x.shape[-1]]) for x in operands]
-    locals_ = jobs_J6.shape[0] * H * (V // ROWS)
-    launch: Any = segment_kernel[(locals_ + products_P2.shape[0] * H * (K // ROWS),)]
-    launch(
-        *tiles, v_NHV, chunks.decay_MHK, jobs_J6, products_P2, initial, slots_S, states_GHVK, transitions_PHKK,
-        locals_, v_NHV.stride(0), initial.stride(0) if initial is not None else 0,
-        H=H, K=K, V=V, BV=ROWS, **types(dtype), **SEGMENT_OPTIONS,
-    )  # fmt: skip
+    tiles = [rows_of(x, CHUNK) for x in (chunks.t_MHCC, chunks.minus_w_MHCK, chunks.k_end_MHCK)]
+    tables, states = (jobs_J6, products_P2), (initial, slots_S, states_GHVK, transitions_PHKK)
+    local_programs = jobs_J6.shape[0] * H * (V // ROWS)
+    numbers = (local_programs, v_NHV.stride(0), initial.stride(0) if initial is not None else 0)
+    programs = local_programs + products_P2.shape[0] * H * (K // ROWS)
+    arguments = (*tiles, v_NHV, chunks.decay_MHK, *tables, *states, *numbers)
+    launch(segment_kernel, programs, arguments, H=H, K=K, V=V, BV=ROWS, **types(dtype), **SEGMENT_OPTIONS)
     return transitions_PHKK
 
 
@@ -69,12 +67,11 @@ def border_gradients(
     """fp32 [G, H, V, K]: the gradient of the state after each segment. operands: T, A, q 2^G, -k 2^G, k 2^(Gc-G)."""
     (_, H, V), (_, _, K), dtype = do_NHV.shape, decay_MHK.shape, operands[0].dtype
     dstates_GHVK = do_NHV.new_empty(segments.first_G.shape[0], H, V, K, dtype=torch.float32)
-    tiles = [TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [CHUNK, x.shape[-1]]) for x in operands]
-    launch: Any = reverse_segment_kernel[(segments.back_J6.shape[0] * H * (V // ROWS),)]
-    launch(
-        *tiles, do_NHV, decay_MHK, segments.back_J6, dfinal_SHVK.contiguous() if dfinal_SHVK is not None else None,
-        dstates_GHVK, do_NHV.stride(0), H=H, K=K, V=V, BV=ROWS, **types(dtype), **SEGMENT_OPTIONS,
-    )  # fmt: skip
+    tiles = [rows_of(x, CHUNK) for x in operands]
+    states = (dfinal_SHVK.contiguous() if dfinal_SHVK is not None else None, dstates_GHVK)
+    programs = segments.back_J6.shape[0] * H * (V // ROWS)
+    arguments = (*tiles, do_NHV, decay_MHK, segments.back_J6, *states, do_NHV.stride(0))
+    launch(reverse_segment_kernel, programs, arguments, H=H, K=K, V=V, BV=ROWS, **types(dtype), **SEGMENT_OPTIONS)
     fold(dstates_GHVK, transitions_PHKK, segments.back_Q3, back=True)
     return dstates_GHVK
 
@@ -83,5 +80,6 @@ def fold(states_GHVK: Tensor, transitions_PHKK: Tensor, chains_Q3: Tensor, back:
     """Launch `fold_kernel`: the states after the first of each chain, in place."""
     _, H, V, K = states_GHVK.shape
     if chains_Q3.shape[0]:
-        launch: Any = fold_kernel[(chains_Q3.shape[0] * H * (V // FOLD_OPTIONS["BV"]),)]
-        launch(states_GHVK, transitions_PHKK, chains_Q3, H=H, K=K, V=V, BACK=back, **FOLD_OPTIONS)
+        arguments = (states_GHVK, transitions_PHKK, chains_Q3)
+        programs = chains_Q3.shape[0] * H * (V // FOLD_ROWS)
+        launch(fold_kernel, programs, arguments, H=H, K=K, V=V, BV=FOLD_ROWS, BACK=back, num_warps=8)
