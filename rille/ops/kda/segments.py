@@ -63,7 +63,8 @@ class Costs:
     """Microseconds on an H200. A step is one chunk of 64 value (or unit) rows of one head.
 
     A program that has its multiprocessor to itself takes `..._step` a step, as long as its chain of products. When
-    more programs than multiprocessors run, a multiprocessor does a step every `..._turn`.
+    more programs than multiprocessors run, a multiprocessor does a step every `..._turn`. Times of the pass and the
+    speed of memory are measured; those of segments and fold are estimates, from the pass without its output.
     """
 
     pass_step: float = 1.04
