@@ -19,6 +19,7 @@ SWITCHES = {
     "standard residual": {"residual": "standard"},
     "softplus decay": {"decay_lower_bound": None},
     "another bound": {"decay_lower_bound": -2.5},
+    "a bound beyond blocks": {"decay_lower_bound": -8.0},
     "low-rank gate": {"kda_gate_rank": 8},
     "swiglu": {"activation": "swiglu"},
     "other caps": {"gate_cap": 1.5, "up_cap": 3.0},

@@ -91,6 +91,8 @@ def choose_backend(
             return "triton", "CUDA tensors"
     else:
         reason = "no CUDA tensors"
+    if gate.lower_bound is not None and -chunk.TILE * gate.lower_bound > chunk.LARGEST_EXPONENT:
+        return "reference", f"{reason}; a lower bound of {gate.lower_bound} is beyond what blocks hold"
     longest = LONGEST_FOR_RECURRENCE if torch.is_grad_enabled() else LONGEST_WITHOUT_GRADIENT
     return ("reference" if packing.longest <= longest else "chunk"), reason
 

@@ -29,7 +29,7 @@ from rille.ops.kda.launching import launch, rows_of
 from rille.ops.kda.segment_launch import border_gradients
 from rille.ops.kda.segments import Segments
 
-LOCAL_SLICE = 64  # key channels that the last kernel works on at a time; 16 for each warp
+LOCAL_SLICE = 128  # key channels that the last kernel works on at a time; 16 for each warp
 LOCAL_FETCH = True  # ask for later tiles at the start
 
 
