@@ -21,6 +21,16 @@ def test_logits():
     assert distance(logits, oracle.text()["logits"]) <= oracle.LOGITS_BOUND
 
 
+@pytest.mark.xfail(strict=False, reason="up to 1.01e-4 after layer 11 with two threads, 8.7e-5 with one: rounding")
+def test_every_traced_tensor_within_the_bar():
+    """The bar itself. It is met or missed by the order in which a thread count makes the sums."""
+    ours = oracle.model().trace(oracle.tokens())
+    for name, value in oracle.trace().items():
+        if not name.startswith("example.") and not name.endswith("topk_idx"):
+            value = value[:, -ours[name].shape[1] :] if ".conv_" in name else value
+            assert distance(ours[name], value) <= oracle.TRACE_BOUND, name
+
+
 def test_every_traced_tensor():
     """Within 1e-4; where the official fp32 run is itself further than that from float64 (sums after layer 10: 1.0e-4
     to 1.4e-4, for this random model amplifies rounding), within one and a half times its own rounding error."""
