@@ -69,8 +69,8 @@ BACKENDS: dict[str, Kda] = {
 
 # A chunk costs as much for one token as for 64: up to here the recurrence takes fewer steps than the blocked form.
 LONGEST_FOR_RECURRENCE = 4
-# Without gradients whatever fits one chunk takes the definition, whose order of operations the release's traces have. It
-# is the slower form from 16 tokens on: 4.4 ms against 1.0 for 64 tokens (H3 K32, CPU).
+# Without gradients whatever fits one chunk takes the definition, whose order of operations the release's traces have.
+# It is the slower form from 16 tokens on: 4.4 ms against 1.0 for 64 tokens (H3 K32, CPU).
 LONGEST_WITHOUT_GRADIENT = 64
 
 
