@@ -1,0 +1,273 @@
+"""What goes into the engine and what comes out: requests, sampling parameters, outputs, figures. No torch here.
+
+    engine.submit(Request(prompt=ids, params=SamplingParams(max_tokens=64)))  ->  Handle
+    for output in handle:  TokenOutput ... TokenOutput Finished         (`async for` from an event loop)
+
+Token ids in, token ids out: text, channels and tool calls belong to whoever asks. With n > 1 the outputs of all
+choices come interleaved, `index` says whose they are, and each choice ends with a `Finished` of its own. The iterator
+ends after the last of them. Lengths and positions are tokens, times are seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf, isfinite
+from typing import Literal, Protocol
+
+from rille.text.grammar import Grammar
+from rille.text.images import Images
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+"""stop: a stop id, a stop string or the end of the grammar; length: max_tokens; abort: asked for, or the deadline
+passed; error: this request alone failed, `Finished.error` says why."""
+
+MissReason = Literal["cold", "evicted", "no_checkpoint", "below_unit", "draft"]
+"""Why prompt tokens were computed: never seen; seen and evicted; latents are there, but no KDA checkpoint so deep; the
+end of the prompt below one hash unit; given up for the drafter."""
+
+MAX_TOP_LOGPROBS = 20
+
+
+class Refused(Exception):
+    """A request that is not taken, and the HTTP status that says so. retry_after_s: when to ask again, None where that
+    is of no use. Its text is meant for the user."""
+
+    status = 400
+
+    def __init__(self, message: str, retry_after_s: float | None = None):
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class TooLarge(Refused):
+    """It could never run here: more tokens than a sequence may have, or than the memory holds."""
+
+    status = 413
+
+
+class QueueFull(Refused):
+    """The queue, or the token budget of the request's class, is full now."""
+
+    status = 429
+
+
+class Unavailable(Refused):
+    """The engine is shutting down, or has failed."""
+
+    status = 503
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen. Every field is honoured or refused; the checks run where the object is made.
+
+    The order is that of the field: penalties and logit_bias change the logits, the grammar and min_tokens mask them,
+    temperature divides them, then top_k, top_p and min_p cut, in this order, and one token is drawn.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 1.0  # 0: the likeliest token
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    min_p: float = 0.0  # a token needs this part of the likeliest one's probability
+    presence_penalty: float = 0.0  # subtracted once from the logit of each token that the reply has
+    frequency_penalty: float = 0.0  # subtracted for each time it was written
+    repetition_penalty: float = 1.0  # divides positive logits of tokens of prompt and reply, multiplies negative ones
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None  # the same seed gives the same tokens whatever runs beside; None draws a new one
+    n: int = 1
+    stop: Sequence[str] = ()  # needs an engine with a tokenizer
+    stop_ids: Sequence[int] = ()  # besides those of the model; the token is the last one of the output
+    ignore_eos: bool = False  # the model's own stop ids are tokens like others
+    min_tokens: int = 0  # before that no stop id can be drawn and no stop string ends the reply
+    logprobs: bool = True  # of the chosen token, before temperature and cuts; always finite
+    top_logprobs: int = 0
+    expert_ids: bool = False  # record the chosen experts of every token
+    grammar: Grammar | None = None
+    """What may be written (`rille.text.continuations`); None: anything."""
+
+    grammar_prefix: str = ""
+    """Text of the reply that the prompt holds already (a partial message), fed to the grammar first."""
+
+    def __post_init__(self) -> None:
+        ranges: dict[str, tuple[float, float, float]] = {
+            "max_tokens": (self.max_tokens, 1, inf),
+            "temperature": (self.temperature, 0, 100),
+            "min_p": (self.min_p, 0, 1),
+            "top_k": (self.top_k, 0, inf),
+            "presence_penalty": (self.presence_penalty, -2, 2),
+            "frequency_penalty": (self.frequency_penalty, -2, 2),
+            "n": (self.n, 1, 128),
+            "min_tokens": (self.min_tokens, 0, self.max_tokens),
+            "top_logprobs": (self.top_logprobs, 0, MAX_TOP_LOGPROBS),
+            "seed": (self.seed or 0, 0, 2**63 - 1),
+        }
+        for name, (value, low, high) in ranges.items():
+            if not low <= value <= high:
+                raise ValueError(f"{name} is {value}; it must be from {low} to {high}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        if not 0 < self.repetition_penalty < inf:
+            raise ValueError(f"repetition_penalty is {self.repetition_penalty}; it must be above 0")
+        if any(not isfinite(bias) for bias in self.logit_bias.values()):
+            raise ValueError(f"logit_bias has the values {dict(self.logit_bias)}; they must be finite")
+        if any(not text for text in self.stop):
+            raise ValueError("stop has an empty string; give texts of at least one character")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One prompt and how to continue it."""
+
+    prompt: Sequence[int]
+    """Ids, at least one. Where pictures are, one media token for each row of features (`rille.text.expand_media`)."""
+
+    params: SamplingParams = SamplingParams()
+    images: Sequence[Images] = ()
+    """The pictures of the prompt in the order of their media tokens."""
+
+    marks: Sequence[int] = ()
+    """Positions (numbers of tokens) after which a later prompt may go another way: turn ends, the place before the
+    generation prompt. The engine prefers to keep a checkpoint there."""
+
+    id: str | None = None  # the engine finds one
+    priority: int = 0  # higher first
+    deadline_s: float | None = None  # from submission; what is unfinished then is aborted
+    kind: str | None = None  # budget class; None: chosen by the prompt's length
+
+    def __post_init__(self) -> None:
+        if not len(self.prompt):
+            raise ValueError("the prompt has no tokens; give at least one")
+        if self.deadline_s is not None and not self.deadline_s > 0:
+            raise ValueError(f"deadline_s is {self.deadline_s}; it must be above 0")
+        if any(not 0 <= mark <= len(self.prompt) for mark in self.marks):
+            raise ValueError(f"marks {list(self.marks)} must lie inside the prompt of {len(self.prompt)} tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """One token of choice `index`. version: of the weights that chose it. text: what became readable with it, held back
+    as far as a stop string may begin there ("" without a tokenizer); the texts of a choice joined are its text without
+    the stop string. experts: MoE layer -> ids, where asked for."""
+
+    index: int
+    token: int
+    logprob: float | None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+    version: int = 0
+    text: str = ""
+    experts: Mapping[int, tuple[int, ...]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one choice: of the prompt, of those the ones that were not computed (0 <= cached < prompt), of the
+    reply."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Choice `index` is over. matched: the stop id or stop string that ended it; text: what was held back until now."""
+
+    index: int
+    reason: FinishReason
+    usage: Usage
+    matched: int | str | None = None
+    error: str | None = None
+    text: str = ""
+
+
+Output = TokenOutput | Finished
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One choice of a finished request, as `rille.Engine.generate` returns it. All tuples have one entry a token."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    reason: FinishReason
+    usage: Usage
+    text: str = ""
+    matched: int | str | None = None
+    error: str | None = None
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    experts: tuple[Mapping[int, tuple[int, ...]], ...] | None = None
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Figures at this moment; totals since the start. Pages are those of the one pool."""
+
+    running: int = 0
+    waiting: int = 0
+    pages_total: int = 0
+    pages_used: int = 0  # by requests that run
+    pages_cached: int = 0  # evictable
+    checkpoints: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    cache_queries: int = 0  # prompt tokens looked up
+    cache_hits: int = 0  # of those not computed
+    latent_hits: int = 0  # of those with latents there, whether or not a checkpoint let them be used
+    external_hits: int = 0
+    misses: Mapping[MissReason, int] = field(default_factory=dict)
+    preemptions: int = 0
+    aborted: int = 0
+    refused: int = 0
+    finished: Mapping[FinishReason, int] = field(default_factory=dict)
+    steps: int = 0
+    batch_tokens: int = 0  # of the last step
+    drafted: int = 0
+    accepted: int = 0
+    accepted_at: tuple[int, ...] = ()  # by place in the draft
+    draft_length: int = 0  # of the last step
+    version: int = 0
+
+
+class Handle(Protocol):
+    """A request under way. Iterate it from any thread, or with `async for`; one reader only."""
+
+    @property
+    def id(self) -> str: ...
+    def __iter__(self) -> Iterator[Output]: ...
+    def __aiter__(self) -> AsyncIterator[Output]: ...
+
+
+class ServingEngine(Protocol):
+    """What the HTTP front asks of an engine; `rille.serve.engine.Engine` is one. Every method is safe from any
+    thread and none waits for the device."""
+
+    def check(self, request: Request) -> None:
+        """Raise ValueError for what cannot be (ids outside the vocabulary, stop strings without a tokenizer, a grammar
+        that does not compile) and `Refused` for what is not taken now or ever, with the numbers; change nothing."""
+        ...
+
+    def submit(self, request: Request) -> Handle:
+        """Queue a request. Raises as `check`."""
+        ...
+
+    def abort(self, id: str) -> None:
+        """Stop a request; its open choices finish with reason "abort". An unknown id is a request that has ended."""
+        ...
+
+    def stats(self) -> EngineStats: ...
+
+    def describe(self) -> list[str]:
+        """What an operator wants to read at the start, one line each: memory, pages, hash unit, least cacheable length,
+        retention, token budget."""
+        ...
+
+    def start(self) -> None:
+        """Run in a thread of its own until `close`."""
+        ...
+
+    def close(self) -> None:
+        """Abort what runs, refuse what comes, and wait for the thread."""
+        ...
