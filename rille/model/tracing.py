@@ -27,11 +27,18 @@ class Trace:
         return tensor
 
     def finish(self, model: K3, memory: Memory) -> None:
-        """Add the activated gates of the KDA layers and the caches after the batch."""
+        """Add the activated gates of the KDA layers and the caches after the batch; list choices by weight."""
         for block in model.blocks():
+            self._by_weight(f"layers.{block.layer}.router_topk_")
             if isinstance(block.attn, KDA):
                 self._gates(block.attn)
                 self._caches(block.attn, memory)
+
+    def _by_weight(self, name: str) -> None:
+        if f"{name}idx" in self.tensors:
+            weights_NA, order_NA = self.tensors[f"{name}weight"].sort(dim=1, descending=True, stable=True)
+            self.tensors[f"{name}weight"] = weights_NA
+            self.tensors[f"{name}idx"] = self.tensors[f"{name}idx"].gather(1, order_NA)
 
     def _gates(self, attn: KDA) -> None:
         name = f"layers.{attn.layer}.kda."

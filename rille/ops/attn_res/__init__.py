@@ -16,9 +16,10 @@ from rille.ops.norm import reference as norm_reference
 
 __all__ = ["attn_res", "attn_res_site", "attn_res_weights", "choose_backend"]
 
+HAS_TRITON = find_spec("triton") is not None  # asked once: torch.compile cannot trace the question
 BACKENDS = ("triton", "one_phase", "reference")
 
-SHORT = 64  # tokens; see choose_backend
+SHORT = 512  # tokens; see choose_backend
 
 
 def attn_res(
@@ -109,7 +110,7 @@ def _triton(
 
 def _obstacle(sources: Sequence[Tensor]) -> str | None:
     """Why the kernels cannot run, or None."""
-    if find_spec("triton") is None:
+    if not HAS_TRITON:
         return "triton is not installed"
     from rille.ops.attn_res import mix
 

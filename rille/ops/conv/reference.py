@@ -39,7 +39,7 @@ def short_conv(x_NC: Tensor, weight_CW: Tensor, packing: Packing, tail_SPC: Tens
     stream_EC = stream_EC.index_copy(0, tail_row_SP.flatten(), tail_SPC.to(dtype).flatten(0, 1))
     stream_EC = stream_EC.index_copy(0, row_N, x_NC.to(dtype))
 
-    y_EC = F.conv1d(stream_EC.T[None], weight_CW[:, None].to(dtype), groups=C)[0].T
-    y_NC = F.silu(y_EC.index_select(0, row_N - (W - 1)))
+    y_CE = F.conv1d(stream_EC.T[None], weight_CW[:, None].to(dtype), groups=C)[0]
+    y_NC = F.silu(y_CE.index_select(1, row_N - (W - 1))).T  # channel-major in memory, as the release sums over it
     final_SPC = stream_EC[packing.starts[1:, None].long() + ahead_SP]
     return y_NC.to(x_NC.dtype), final_SPC.to(tail_SPC.dtype)

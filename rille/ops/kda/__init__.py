@@ -69,9 +69,10 @@ BACKENDS: dict[str, Kda] = {
 
 # A chunk costs as much for one token as for 64: up to here the recurrence takes fewer steps than the blocked form.
 LONGEST_FOR_RECURRENCE = 4
-# Without gradients whatever fits one chunk takes the definition, whose order of operations the release's traces have.
-# It is the slower form from 16 tokens on: 4.4 ms against 1.0 for 64 tokens (H3 K32, CPU).
-LONGEST_WITHOUT_GRADIENT = 64
+# Without gradients the definition goes further: its order of operations is the release's, bit for bit, and a deep model
+# amplifies rounding. That has a price from 16 tokens on: for 64 tokens 3.4 ms against 1.0 (H3 K32, CPU), for 256 tokens
+# 28 against 6 (H4 K128).
+LONGEST_WITHOUT_GRADIENT = 512
 
 
 def choose_backend(

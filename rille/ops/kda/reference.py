@@ -12,7 +12,8 @@ For each head, with a state S [K, V] that starts at S_0, and for each token in t
 
 Source: Kimi K3 report section 2.1.1, Eq. 1, 2 and 5 (without the scale of q, which the released model has); Kimi Linear
 report, arXiv 2510.26692. The state is stored value-first, [V, K], as in the released cache: a transposed state has the
-same norm and gives silently wrong text.
+same norm and gives silently wrong text. The order of the operations in fp32 is that of the released model, bit for bit on
+a CPU when q, k and v lie in memory as the convolution leaves them: a deep model amplifies every rounding that differs.
 
 Suffixes: N packed tokens, S sequences, A sequences still active, H heads, K key channels, V value channels.
 """
@@ -46,23 +47,24 @@ def kda(
     dtype = compute_dtype(q_NHK, k_NHK, v_NHV, z_NHK, b_NH)
     q_NHK, k_NHK = normalised_queries(q_NHK, dtype), normalised(k_NHK, dtype)
     alpha_NHK, beta_NH = log_decay(z_NHK, gate, dtype).exp(), b_NH.to(dtype).sigmoid()
-    state_SHVK = initial_state(initial_SHVK, packing, k_NHK, v_NHV, dtype)
+    state_SHKV = initial_state(initial_SHVK, packing, k_NHK, v_NHV, dtype).mT
 
     rows, outputs = [], []
     for step in range(packing.longest):
         active_A = torch.tensor([s for s, n in enumerate(packing.lengths) if n > step], device=v_NHV.device)
         row_A = packing.starts[active_A].long() + step
         k_AHK, beta_AH1 = k_NHK[row_A], beta_NH[row_A][..., None]
-        state_AHVK = state_SHVK[active_A] * alpha_NHK[row_A][..., None, :]
-        u_AHV = v_NHV[row_A].to(dtype) - torch.einsum("ahvk,ahk->ahv", state_AHVK, k_AHK)
-        state_AHVK = state_AHVK + torch.einsum("ahv,ahk->ahvk", beta_AH1 * u_AHV, k_AHK)
-        outputs.append(torch.einsum("ahvk,ahk->ahv", state_AHVK, q_NHK[row_A]))
+        state_AHKV = state_SHKV[active_A] * alpha_NHK[row_A][..., None]
+        u_AHV = v_NHV[row_A].to(dtype) - (state_AHKV * k_AHK[..., None]).sum(-2)
+        state_AHKV = state_AHKV + torch.einsum("ahk,ahv->ahkv", beta_AH1 * k_AHK, u_AHV)
+        outputs.append(torch.einsum("ahkv,ahk->ahv", state_AHKV, q_NHK[row_A]))
         rows.append(row_A)
-        state_SHVK = state_SHVK.index_copy(0, active_A, state_AHVK)
+        state_SHKV = state_SHKV.index_copy(0, active_A, state_AHKV)
     if not rows:
-        return torch.zeros_like(v_NHV), state_SHVK
-    o_NHV = torch.cat(outputs)[torch.cat(rows).argsort()]
-    return o_NHV.to(v_NHV.dtype), state_SHVK
+        return torch.zeros_like(v_NHV), state_SHKV.mT
+    o_NHV = torch.empty_like(v_NHV, dtype=dtype)  # in memory as v is: sums over a head go with the layout
+    o_NHV[torch.cat(rows)] = torch.cat(outputs)
+    return o_NHV.to(v_NHV.dtype), state_SHKV.mT.contiguous()
 
 
 def compute_dtype(*inputs: Tensor) -> torch.dtype:
@@ -83,7 +85,7 @@ def initial_state(
 def normalised(x_NHK: Tensor, dtype: torch.dtype) -> Tensor:
     """x / sqrt(sum_K x^2 + 1e-6): the epsilon stands inside the root, so a zero key stays zero."""
     x_NHK = x_NHK.to(dtype)
-    return x_NHK * (x_NHK.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+    return x_NHK / (x_NHK.square().sum(-1, keepdim=True) + 1e-6).sqrt()
 
 
 def normalised_queries(q_NHK: Tensor, dtype: torch.dtype) -> Tensor:

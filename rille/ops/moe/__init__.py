@@ -12,7 +12,7 @@ from rille.ops.moe import grouped, reference, select
 class Routing:
     """Which experts a token uses, and how near the next one was."""
 
-    ids: Tensor  # int64 [N, A]: by score, highest first; equal scores by lower id
+    ids: Tensor  # int64 [N, A]: in no promised order, the same for a token in any batch
     cutoff: Tensor  # fp32 [N]: the (A+1)-th largest biased score (Quantile Balancing's alpha), -inf when A = E
 
 

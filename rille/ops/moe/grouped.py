@@ -1,6 +1,6 @@
 """The expert product with the tokens grouped by expert: one matrix product an expert instead of one a token.
 
-    order   = stable sort of the N*A (token, choice) pairs by expert       rows of one expert become neighbours
+    order   = sort of the N*A (token, choice) pairs by expert              rows of one expert become neighbours
     h       = act(x[order] W1_e', x[order] W3_e')                          one product over each expert's rows
     y       = h W2_e'
     out_n   = sum over a of weight[n, a] * y[place of (n, a)]              a gather, in the fixed order of the choices
@@ -29,7 +29,7 @@ def expert_glu(
 ) -> Tensor:
     wide = torch.promote_types(x_NL.dtype, torch.float32)
     rows = torch.bincount(ids_NA.reshape(-1), minlength=w13_EGL.shape[0]).tolist()
-    order_M = torch.argsort(ids_NA.reshape(-1), stable=True)
+    order_M = torch.argsort(ids_NA.reshape(-1))  # as the release: where a row stands decides how a product rounds it
     place_NA = torch.empty_like(order_M).scatter_(0, order_M, torch.arange(len(order_M), device=order_M.device))
     place_NA = place_NA.view(ids_NA.shape)
     x_ML = _Dispatch.apply(x_NL, order_M, place_NA)

@@ -4,6 +4,9 @@
     in  = all entries above c, and the first k - #(above c) of those equal to c
     ids = the places of `in`, in ascending order               (a running count says where each id goes: no host read)
 
+On a CPU the rows without a tie at c keep the order of an unsorted topk, the released model's: it is the order in which a
+token's experts are summed, and a deep model amplifies every rounding that differs.
+
 Axes: N tokens, E experts, A = k active experts.
 """
 
@@ -12,15 +15,18 @@ from torch import Tensor
 
 
 def route(scores_NE: Tensor, bias_E: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """(ids [N, A] by score, cutoff [N]), as `reference.route`."""
-    scores_NE = scores_NE.detach()
-    biased_NE = scores_NE + bias_E.detach()
+    """(ids [N, A], cutoff [N]): the choice of `reference.route`, in another order."""
+    biased_NE = scores_NE.detach() + bias_E.detach()
     experts = biased_NE.shape[1]
     values_NA = torch.topk(biased_NE, min(top + 1, experts), dim=1).values
     cutoff_N = values_NA[:, top] if top < experts else values_NA.new_full(values_NA.shape[:1], -torch.inf)
-    ids_NA = _ascending(biased_NE, values_NA[:, top - 1 : top], top)
-    by_score_NA = scores_NE.gather(1, ids_NA).argsort(dim=1, descending=True, stable=True)
-    return ids_NA.gather(1, by_score_NA), cutoff_N
+    last_N1 = values_NA[:, top - 1 : top]
+    if biased_NE.is_cuda:
+        return _ascending(biased_NE, last_N1, top), cutoff_N
+    ids_NA, tied_N1 = torch.topk(biased_NE, top, dim=1, sorted=False).indices, last_N1 == cutoff_N[:, None]
+    if tied_N1.any():
+        ids_NA = torch.where(tied_N1, _ascending(biased_NE, last_N1, top), ids_NA)
+    return ids_NA, cutoff_N
 
 
 def _ascending(biased_NE: Tensor, last_N1: Tensor, top: int) -> Tensor:
