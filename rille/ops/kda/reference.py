@@ -12,8 +12,8 @@ For each head, with a state S [K, V] that starts at S_0, and for each token in t
 
 Source: Kimi K3 report section 2.1.1, Eq. 1, 2 and 5 (without the scale of q, which the released model has); Kimi Linear
 report, arXiv 2510.26692. The state is stored value-first, [V, K], as in the released cache: a transposed state has the
-same norm and gives silently wrong text. The order of the operations in fp32 is that of the released model, bit for bit on
-a CPU when q, k and v lie in memory as the convolution leaves them: a deep model amplifies every rounding that differs.
+same norm and gives silently wrong text. The order of the operations in fp32 is the released model's, bit for bit on a
+CPU when q, k and v lie in memory as the convolution leaves them: a deep model amplifies every rounding that differs.
 
 Suffixes: N packed tokens, S sequences, A sequences still active, H heads, K key channels, V value channels.
 """

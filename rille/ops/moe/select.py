@@ -4,8 +4,8 @@
     in  = all entries above c, and the first k - #(above c) of those equal to c
     ids = the places of `in`, in ascending order               (a running count says where each id goes: no host read)
 
-On a CPU the rows without a tie at c keep the order of an unsorted topk, the released model's: it is the order in which a
-token's experts are summed, and a deep model amplifies every rounding that differs.
+On a CPU the rows without a tie at c keep the order of an unsorted topk, the released model's: it is the order in which
+a token's experts are summed, and a deep model amplifies every rounding that differs.
 
 Axes: N tokens, E experts, A = k active experts.
 """
