@@ -13,11 +13,40 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import index
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+LARGEST = 2**31 - 1  # tokens of a batch or before it: boundaries are int32
+
+
+def as_device(device: torch.device | str) -> torch.device:
+    """A device that tensors can be on here. Raises ValueError for one that is misspelled or that this machine lacks."""
+    try:
+        found = torch.device(device) if isinstance(device, str | torch.device) else None
+    except RuntimeError:
+        found = None
+    if found is None:
+        raise ValueError(f'device is {device!r}; name one such as "cpu", "cuda", "cuda:0" or "meta"')
+    here = torch.accelerator.current_accelerator(check_available=True)
+    if found.type not in ("cpu", "meta", *([here.type] if here is not None else [])):
+        raise ValueError(f"device {found}: this machine has no {found.type} device that torch can use; use cpu")
+    if found.type not in ("cpu", "meta") and (found.index or 0) >= (count := torch.accelerator.device_count()):
+        raise ValueError(f"device {found}: this machine has {count} of them, numbered from 0")
+    return found
+
+
+def _whole(values: Sequence[int], name: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(index, values))
+    except (TypeError, ValueError):
+        shown = " ".join(repr(values).split())[:80]
+        raise ValueError(
+            f"packing: {name} must be a list of whole numbers, one for each sequence, not {shown}"
+        ) from None
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,14 +87,18 @@ class Packing:
         """Describe a batch.
 
         lengths: tokens of each sequence in this batch; 0 is allowed. consumed: tokens of each sequence that earlier
-        calls have already seen (default none). Raises ValueError for negative numbers or lists of different length.
+        calls have already seen (default none). Raises ValueError for what are not whole numbers, negative ones, more
+        than 2^31 - 1 tokens, lists of different length, a device that is not there.
         """
-        lengths = tuple(int(n) for n in lengths)
-        consumed = tuple(int(n) for n in consumed) if consumed is not None else (0,) * len(lengths)
+        lengths = _whole(lengths, "lengths")
+        consumed = _whole(consumed, "consumed") if consumed is not None else (0,) * len(lengths)
         if len(consumed) != len(lengths):
             raise ValueError(f"packing: {len(lengths)} lengths but {len(consumed)} consumed counts; give one for each")
         if any(n < 0 for n in (*lengths, *consumed)):
             raise ValueError(f"packing: lengths {lengths} and consumed {consumed} must not be negative")
+        if (most := max((sum(lengths), *consumed))) > LARGEST:
+            raise ValueError(f"packing: {most:,} tokens are more than the {LARGEST:,} that boundaries can count")
+        device = as_device(device) if not isinstance(device, torch.device) else device
         starts = torch.from_numpy(np.cumsum((0, *lengths), dtype=np.int32))
         history = torch.tensor(consumed, dtype=torch.int32)
         return cls(lengths, consumed, starts.to(device), history.to(device))
@@ -105,8 +138,10 @@ class Packing:
         return torch.from_numpy(order).to(self.device)
 
     def chunks(self, size: int) -> ChunkMap:
-        """The chunk map for chunks of `size` rows; built once, then remembered."""
+        """The chunk map for chunks of `size` rows, at least 1; built once, then remembered."""
         if size not in self._chunks:
+            if index(size) < 1:
+                raise ValueError(f"packing: chunks of {size} rows; they must have at least 1")
             self._chunks[size] = self._cut(size)
         return self._chunks[size]
 

@@ -19,6 +19,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from rille.model.arguments import as_dtype, as_layers, as_path, check_weights, kind
 from rille.model.config import K3Config
 from rille.model.kda import KDA
 from rille.model.model import K3
@@ -28,6 +29,7 @@ from rille.model.official import with_quantization
 from rille.model.publish import publishing
 from rille.model.shards import INDEX, CheckpointError, ShardReader, Stored, read_headers, reading, save_shard, shorten
 from rille.ops.mx import dequantise_mxfp4, quantise_mxfp4
+from rille.packing import as_device
 
 Experts = Literal["keep", "bf16", "mxfp4"]
 GROUP = 32  # input columns that share a scale
@@ -48,20 +50,23 @@ class SavesTokenizer(Protocol):
 def load_model(
     path: str | Path,
     *,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | str = torch.float32,
     device: torch.device | str = "cpu",
     layers: range | None = None,
 ) -> K3:
     """Load an official checkpoint directory.
 
-    dtype: of the parameters in memory (those that the format stores in fp32 stay fp32). layers: hold and read only this
-    range. Uses the model's own bytes and one shard.
+    dtype: of the parameters in memory, a torch dtype or its name (those that the format stores in fp32 stay fp32).
+    layers: hold and read only this range. Uses the model's own bytes and one shard.
 
     Raises FileNotFoundError or ValueError (CheckpointError) with everything that is wrong: unknown config keys,
     missing, surplus, misshaped, truncated tensors, NaN or infinite values.
     """
-    directory = Path(path)
+    dtype, device, directory = as_dtype(dtype), as_device(device), as_path(path)
+    if device.type == "meta":
+        raise ValueError('device "meta" holds no weights; for shapes: rille.new_model(config, device="meta")')
     config = K3Config.load(directory)
+    layers = as_layers(layers, config.num_layers)
     stored = read_headers(directory)
     table = as_spelled(parameter_table(config, layers), stored)
     copies = [entry for entry in mtp_copies(config) if entry.official in stored]
@@ -219,7 +224,7 @@ def save_model(
     *,
     experts: Experts = "keep",
     tokenizer: SavesTokenizer | None = None,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | str = torch.bfloat16,
 ) -> None:
     """Write an official checkpoint directory; what stood at `path` is replaced only when everything is written.
 
@@ -232,9 +237,14 @@ def save_model(
     """
     if experts not in ("keep", "bf16", "mxfp4"):
         raise ValueError(f"experts={experts!r}: choose keep, bf16 or mxfp4")
+    if not isinstance(model, K3):
+        raise ValueError(f"model must be a K3 model, not {kind(model)}")
+    check_weights(model)
+    if tokenizer is not None and not callable(getattr(tokenizer, "save", None)):
+        raise ValueError(f"tokenizer must be able to save itself (rille.load_tokenizer), not {kind(tokenizer)}")
+    dtype, path = as_dtype(dtype), as_path(path)
     if len(model.held) != model.config.num_layers:
         raise CheckpointError(f"the model holds layers {model.held} of {model.config.num_layers}; save a whole one")
-    path = Path(path)
     with publishing(path) as directory, torch.no_grad():
         _keep_other_files(path, directory)
         written = _write_shards(model, directory, experts, dtype)

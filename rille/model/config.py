@@ -151,6 +151,8 @@ class K3Config:
     @classmethod
     def load(cls, path: str | Path) -> K3Config:
         """Read `config.json` from a checkpoint directory or the file itself."""
+        if not isinstance(path, str | Path):
+            raise ValueError(f"config: path is {path!r}; give a checkpoint directory or its config.json")
         path = Path(path)
         path = path / "config.json" if path.is_dir() else path
         if not path.is_file():
@@ -166,6 +168,9 @@ class K3Config:
         return write_official(self)
 
     def replace(self, **changes: Any) -> K3Config:
+        """Another configuration with these fields changed. Raises ValueError as the constructor does."""
+        if unknown := [name for name in changes if name not in {f.name for f in fields(self)}]:
+            raise ValueError(f"config: unknown field {', '.join(unknown)}; see K3Config")
         return replace(self, **changes)
 
 
@@ -184,6 +189,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "bool": (lambda value: isinstance(value, bool), "true or false"),
     "str": (lambda value: isinstance(value, str), "text"),
     "tuple[int, ...]": (lambda value: isinstance(value, list | tuple) and all(map(_whole, value)), "whole numbers"),
+    "VisionConfig": (lambda value: isinstance(value, VisionConfig), "a VisionConfig"),
     "Residual": (lambda value: value in get_args(Residual), f"one of {', '.join(get_args(Residual))}"),
     "Activation": (lambda value: value in get_args(Activation), f"one of {', '.join(get_args(Activation))}"),
     "Balance": (lambda value: value in get_args(Balance), f"one of {', '.join(get_args(Balance))}"),

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rille.model.arguments import kind
 from rille.model.vision_config import VisionConfig
 from rille.packing import Packing
 
@@ -54,6 +55,8 @@ def checked_grids(images: PatchedImages, c: VisionConfig) -> tuple[Grid, ...]:
     Raises ValueError for patches of another shape or number than the grids say, a grid that the merge does not divide,
     or too many frames.
     """
+    if not (hasattr(images, "grids") and hasattr(images, "patches")):
+        raise ValueError(f"images must come from rille.preprocess_images([...]), not be {kind(images)}")
     grids = torch.as_tensor(images.grids)
     shape, side = tuple(images.patches.shape), c.patch_size
     if grids.ndim != 2 or grids.shape[1] != 3 or grids.is_floating_point():

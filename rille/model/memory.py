@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rille.model.arguments import whole
 from rille.model.config import K3Config
 from rille.ops.conv import PooledTail
 from rille.ops.kda import PooledState
@@ -37,12 +38,12 @@ class Memory:
         device: torch.device | str,
         layers: Sequence[int] | None = None,
     ) -> None:
-        if num_sequences < 1:
-            raise ValueError(f"memory: {num_sequences} sequences; at least one is needed")
+        num_sequences = whole(num_sequences, "memory: the number of sequences", 1)
         self.lengths = [0] * num_sequences
-        self.device = torch.device(device)
         self._cache: dict[str, Any] = dict(dtype=dtype, device=device)
         self._slots = torch.arange(num_sequences, device=device)
+        self.device = self._slots.device
+        self._made_for = described(c, dtype, self.device, layers)
         self._states: dict[int, Tensor] = {}
         self._tails: dict[int, Tensor] = {}
         self._latents: dict[int, Tensor] = {}
@@ -55,8 +56,21 @@ class Memory:
                 self._tails[layer] = torch.zeros(num_sequences, c.conv_width - 1, 3 * c.kda_width, **self._cache)
         self._table = torch.empty(num_sequences, 0, dtype=torch.int64, device=device)
 
+    def check(self, c: K3Config, dtype: torch.dtype, device: torch.device, layers: Sequence[int] | None = None) -> None:
+        """Raise ValueError unless the memory was made for such layers, on that device. It cannot tell two models of one
+        config apart."""
+        wanted = described(c, dtype, device, layers)
+        for name, made in self._made_for.items():
+            if made != wanted[name]:
+                raise ValueError(
+                    f"memory: made for another model: its {name} {made}, this model's {wanted[name]}; make it with "
+                    "model.new_memory() (for `draft`: model.new_draft_memory())"
+                )
+
     def packing(self, lengths: Sequence[int]) -> Packing:
         """Describe a batch of the next tokens of every sequence. Raises ValueError for another number of sequences."""
+        if not isinstance(lengths, Sequence):
+            raise ValueError(f"memory: lengths must be a list, the next tokens of each sequence, not {lengths!r}")
         if len(lengths) != len(self.lengths):
             raise ValueError(f"memory: holds {len(self.lengths)} sequences, the batch has {len(lengths)}")
         return Packing.of(lengths, self.lengths, self.device)
@@ -99,3 +113,16 @@ class Memory:
 
     def latents(self, layer: int) -> LatentCache:
         return LatentCache(self._latents[layer], self._table)
+
+
+def described(c: K3Config, dtype: torch.dtype, device: torch.device, layers: Sequence[int] | None) -> dict[str, object]:
+    """What must agree between a memory and the model that reads it, in words."""
+    held = list(layers if layers is not None else range(c.num_layers))
+    attending = [layer for layer in held if c.is_mla(layer)]
+    return {
+        "layers are": f"{held[0]}..{held[-1]}",
+        "MLA layers are": attending,
+        "cached widths (KDA heads, head size, taps; MLA) are": (c.kda_heads, c.kda_head_dim, c.conv_width, c.cache_dim),
+        "dtype is": str(dtype).removeprefix("torch."),
+        "device is": str(device),
+    }

@@ -11,7 +11,7 @@ Suffixes: N packed tokens, S sequences, M rows of pictures, D width, W vocabular
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,17 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
 from rille.model.allocate import Allocate
+from rille.model.arguments import (
+    as_dtype,
+    as_layers,
+    as_rows,
+    as_seed,
+    check_ids,
+    check_packing,
+    check_tokens,
+    check_weights,
+    kind,
+)
 from rille.model.attn_res import Depth
 from rille.model.block import Block, site
 from rille.model.config import K3Config
@@ -31,7 +42,7 @@ from rille.model.mtp import MTPLayer, draft, new_draft_memory
 from rille.model.tracing import Trace
 from rille.model.vision import Vision
 from rille.ops.norm import rms_norm
-from rille.packing import Packing
+from rille.packing import Packing, as_device
 
 
 class K3(nn.Module):
@@ -50,9 +61,7 @@ class K3(nn.Module):
         super().__init__()
         new = Allocate(dtype, device)
         self.config = config
-        self.held = layers if layers is not None else range(config.num_layers)
-        if self.held.step != 1 or self.held.start < 0 or self.held.stop > config.num_layers or not len(self.held):
-            raise ValueError(f"model: layers {self.held} are not a range inside the {config.num_layers} layers")
+        self.held = as_layers(layers, config.num_layers) or range(config.num_layers)
         self.embed = new(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleDict({str(i): Block(config, i, new) for i in self.held})
         self.output_mix, self.norm = site(config, new), new(config.hidden_size)
@@ -133,10 +142,12 @@ class K3(nn.Module):
         result has the expanded rows and a memory grows by them (`packing.consumed` therefore counts expanded rows).
         Tokens may also come with a media token for every row. Without images a media token is a token like any other.
 
-        Raises ValueError for ids outside the vocabulary, a packing that does not fit, a memory that it does not
-        continue, images that do not fit the media tokens or the vision tower.
+        Raises ValueError for a model on "meta", tokens of another kind or device, ids outside the vocabulary, a packing
+        that does not fit, a memory that it does not continue or that was made for another model, images that do not fit
+        the media tokens or the vision tower. Ids on another device than the CPU are read for this where a sequence
+        brings more than one token; those of a single step of decoding are not, so that the host need not wait.
         """
-        return self._checked(tokens, packing, memory, images, None)
+        return self._run(*self._batch(tokens, packing, memory, images))
 
     def logits(
         self,
@@ -145,12 +156,18 @@ class K3(nn.Module):
         packing: Packing | None = None,
         memory: Memory | None = None,
         images: PatchedImages | None = None,
-        rows: Tensor | None = None,
+        rows: Tensor | Sequence[int] | None = None,
     ) -> Tensor:
-        """Logits fp32 [N, W], or [len(rows), W] for the given rows of `hidden` (int64). Other arguments as there."""
-        hidden_ND = self.hidden(tokens, packing=packing, memory=memory, images=images)
-        if rows is not None:
-            hidden_ND = hidden_ND[torch.as_tensor(rows, device=hidden_ND.device)]
+        """Logits fp32 [N, W], or [R, W] for the given rows of `hidden`: int64 [R], negative ones from the end.
+
+        Other arguments as there. Raises ValueError also for rows that the result of `hidden` does not have; those on
+        another device than the CPU are read for it as ids are.
+        """
+        tokens, ctx = self._batch(tokens, packing, memory, images)
+        wanted_R = None if rows is None else as_rows(rows, len(tokens), ctx.packing, self.device)
+        hidden_ND = self._run(tokens, ctx)
+        if wanted_R is not None:
+            hidden_ND = hidden_ND[wanted_R]
         logits_NW = linear(hidden_ND, self.head_weight)
         return logits_NW.to(torch.promote_types(logits_NW.dtype, torch.float32))
 
@@ -171,11 +188,11 @@ class K3(nn.Module):
         `cache.{i}.conv_{q,k,v}` (last W-1 inputs, for one sequence without the leading axis); `embed` (pictures in
         place), `output_mix`, `final_norm`, `logits`.
         """
-        packing = self._packing(tokens, packing, memory)
-        memory = memory or self.new_memory(packing.num_sequences)
-        trace = Trace()
-        hidden_ND = self._checked(tokens, packing, memory, images, trace)
-        trace.finish(self, memory)
+        tokens, ctx = self._batch(tokens, packing, memory, images)
+        ctx.memory = ctx.memory or self.new_memory(ctx.packing.num_sequences)
+        ctx.tap = trace = Trace()
+        hidden_ND = self._run(tokens, ctx)
+        trace.finish(self, ctx.memory)
         trace.tensors["logits"] = linear(hidden_ND, self.head_weight).float()
         return trace.tensors
 
@@ -190,6 +207,7 @@ class K3(nn.Module):
 
         Raises ValueError for a model without vision, and for patches and grids that do not fit it or each other.
         """
+        check_weights(self)
         if self.vision is None:
             raise ValueError("images: this model has no vision tower (its config has no vision_config)")
         return self.vision(images)
@@ -204,15 +222,6 @@ class K3(nn.Module):
         """Guess next tokens with the MTP layer: tokens [S, count], probabilities [S, count, W]; see `mtp.draft`."""
         return draft(self, hidden, tokens, memory, **options)
 
-    def _packing(self, tokens: Tensor, packing: Packing | None, memory: Memory | None) -> Packing:
-        if tokens.ndim != 1 or tokens.dtype != torch.int64:
-            raise ValueError(f"tokens must be int64 of shape [N], got {tokens.dtype} {list(tokens.shape)}")
-        if packing is None:
-            packing = memory.packing([len(tokens)]) if memory else Packing.of([len(tokens)], device=self.device)
-        if packing.num_tokens != len(tokens):
-            raise ValueError(f"the packing describes {packing.num_tokens} tokens, the batch has {len(tokens)}")
-        return packing
-
     def _with_media(self, tokens: Tensor, packing: Packing, images: PatchedImages) -> tuple[Tensor, Packing, Media]:
         """Encode the images and widen the axis for their rows."""
         if self.config.media_pad_id is None:
@@ -223,38 +232,52 @@ class K3(nn.Module):
         tokens, packing, rows_M = expand(tokens, packing, self.config.media_pad_id, counts)
         return tokens, packing, Media(rows_M, self.encode_images(images))
 
-    def _checked(
-        self,
-        tokens: Tensor,
-        packing: Packing | None,
-        memory: Memory | None,
-        images: PatchedImages | None,
-        trace: Trace | None,
-    ) -> Tensor:
-        packing = self._packing(tokens, packing, memory)
-        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.config.vocab_size:
-            low, high = int(tokens.min()), int(tokens.max())
-            raise ValueError(f"token ids run from {low} to {high}, the vocabulary has 0..{self.config.vocab_size - 1}")
+    def _batch(
+        self, tokens: Tensor, packing: Packing | None, memory: Memory | None, images: PatchedImages | None
+    ) -> tuple[Tensor, Context]:
+        """Tokens on the model's device, pictures widened, and their context. Raises ValueError as `hidden` says."""
+        check_weights(self)
+        check_tokens(self, tokens)
+        if memory is not None:
+            if not isinstance(memory, Memory):
+                raise ValueError(f"memory must come from model.new_memory(), not be {kind(memory)}")
+            memory.check(self.config, self.dtype, self.device, self.held)
+        if packing is None:
+            packing = memory.packing([len(tokens)]) if memory else Packing.of([len(tokens)], device=self.device)
+        check_packing(self, tokens, packing)
+        check_ids(tokens, packing, self.config.vocab_size)
         if memory is None and any(packing.consumed):
             raise ValueError(f"the packing continues after {list(packing.consumed)} tokens, but no memory was given")
         media = None
         if images is not None:
             tokens, packing, media = self._with_media(tokens, packing, images)
-        ctx = Context(packing, memory, media=media)
-        if trace is not None:
-            ctx.tap = trace
-        if memory is not None:
-            memory.reserve(packing)
-        hidden_ND = self(tokens.to(self.device), ctx)
-        if memory is not None:
-            memory.advance(packing)
+        return tokens.to(self.device), Context(packing, memory, media=media)
+
+    def _run(self, tokens_N: Tensor, ctx: Context) -> Tensor:
+        """`forward`, with the memory advanced."""
+        if ctx.memory is not None:
+            ctx.memory.reserve(ctx.packing)
+        hidden_ND = self(tokens_N, ctx)
+        if ctx.memory is not None:
+            ctx.memory.advance(ctx.packing)
         return hidden_ND
 
 
 def new_model(
-    config: K3Config, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0
+    config: K3Config,
+    *,
+    dtype: torch.dtype | str = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
 ) -> K3:
-    """A freshly initialised model (`initialise.py` has the table). On the "meta" device it has shapes only."""
-    model = K3(config, dtype=dtype, device=device)
+    """A freshly initialised model (`initialise.py` has the table). On the "meta" device it has shapes only.
+
+    dtype: of the weights, a torch dtype or its name ("bfloat16"). seed: at least 0 and below 2^63. Raises ValueError
+    for what is not a config, another dtype than fp32, bf16, fp16 and fp64, a device that is not here, another seed.
+    """
+    if not isinstance(config, K3Config):
+        raise ValueError(f'config must be a K3Config, not {kind(config)}; a named one: rille.preset("tiny")')
+    seed = as_seed(seed)
+    model = K3(config, dtype=as_dtype(dtype), device=as_device(device))
     initialise(model, config.init_std, seed)
     return model

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
 from rille.model.allocate import Allocate
+from rille.model.arguments import as_temperature, check_ids, check_packing, check_tokens, check_weights, kind, whole
 from rille.model.attn_res import Depth
 from rille.model.block import Block
 from rille.model.config import K3Config
@@ -112,7 +113,11 @@ def new_draft_memory(model: K3, num_sequences: int = 1) -> Memory:
     """The memory of the drafter: the latents of the MTP layer. The trunk's memory is another one."""
     mtp_layers(model)
     c = model.config
-    return Memory(mtp_config(c), num_sequences, model.dtype, model.device, range(c.num_layers, c.num_layers + 1))
+    return Memory(mtp_config(c), num_sequences, model.dtype, model.device, drafting_layers(c))
+
+
+def drafting_layers(c: K3Config) -> range:
+    return range(c.num_layers, c.num_layers + 1)
 
 
 @torch.no_grad()
@@ -142,9 +147,20 @@ def draft(
     memory.
     """
     layers = mtp_layers(model)
+    check_weights(model)
+    check_tokens(model, tokens)
+    if packing is not None:
+        check_packing(model, tokens, packing)
     memory = memory or new_draft_memory(model, packing.num_sequences if packing is not None else 1)
-    packing = packing or memory.packing([len(tokens)])
-    _check_draft(layers, hidden, tokens, packing, count)
+    if not isinstance(memory, Memory):
+        raise ValueError(f"memory must come from model.new_draft_memory(), not be {kind(memory)}")
+    memory.check(mtp_config(model.config), model.dtype, model.device, drafting_layers(model.config))
+    packing = packing if packing is not None else memory.packing([len(tokens)])
+    count = whole(count, "draft: count", 1)
+    temperature = as_temperature(temperature)
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ValueError(f"draft: generator is {kind(generator)}; give a torch.Generator or None")
+    _check_draft(model, layers, hidden, tokens, packing)
     last_S = packing.starts[1:].long() - 1
     state_SD = _step(model, layers[0], hidden, tokens, packing, memory)[last_S]
     seen, guesses, distributions = list(memory.lengths), [], []
@@ -172,13 +188,20 @@ def _step(model: K3, layer: MTPLayer, state_ND: Tensor, tokens_N: Tensor, packin
     return state_ND
 
 
-def _check_draft(layers: list[MTPLayer], hidden: Tensor, tokens: Tensor, packing: Packing, count: int) -> None:
+def _check_draft(model: K3, layers: list[MTPLayer], hidden: Tensor, tokens: Tensor, packing: Packing) -> None:
     if len(layers) != 1:
         raise ValueError(f"draft: made for one MTP layer, the model has {len(layers)}")
-    if hidden.shape[:1] != tokens.shape or packing.num_tokens != len(tokens):
+    shape = (len(tokens), model.config.hidden_size)
+    if not isinstance(hidden, Tensor) or hidden.shape != shape or packing.num_tokens != len(tokens):
         raise ValueError(
-            f"draft: hidden {list(hidden.shape)}, tokens {list(tokens.shape)} and a packing of {packing.num_tokens} "
-            "rows; want [N, D], [N] and N"
+            f"draft: hidden {kind(hidden)}, tokens {list(tokens.shape)} and a packing of {packing.num_tokens} rows; "
+            f"want {list(shape)}, [{shape[0]}] and {shape[0]}"
         )
-    if min(packing.lengths, default=0) < 1 or count < 1:
-        raise ValueError(f"draft: rows {list(packing.lengths)} and count {count}; each sequence needs at least one")
+    if hidden.dtype != model.dtype or hidden.device != model.device:
+        raise ValueError(
+            f"draft: hidden is {hidden.dtype} on {hidden.device}, the model {model.dtype} on {model.device}; give what "
+            "model.hidden returned"
+        )
+    if min(packing.lengths, default=0) < 1:
+        raise ValueError(f"draft: rows {list(packing.lengths)}; each sequence needs at least one")
+    check_ids(tokens, packing, model.config.vocab_size)

@@ -134,6 +134,6 @@ PRESETS: dict[str, K3Config] = {
 
 def preset(name: str) -> K3Config:
     """The configuration of that name. Raises ValueError that lists the names."""
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         raise ValueError(f"unknown preset {name!r}; choose one of {', '.join(PRESETS)}")
     return PRESETS[name]

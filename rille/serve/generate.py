@@ -12,15 +12,19 @@ Axes: N tokens of the prompt, W words of the vocabulary.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from rille.model.arguments import as_seed, as_temperature, check_ids, check_tokens, check_weights, kind, real, whole
 from rille.model.checkpoint import load_model
 from rille.model.locate import find_checkpoint
+from rille.model.media import PatchedImages
 from rille.model.model import K3
+from rille.packing import Packing
 from rille.serve.config import GenerateConfig
 from rille.text.tokenizer import TextStream, Tokenizer, load_tokenizer
 
@@ -33,16 +37,20 @@ def generate(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int | None = None,
-    stop_ids: Collection[int] = (),
+    stop_ids: Iterable[int] = (),
+    images: PatchedImages | None = None,
 ) -> Tensor:
     """The continuation of a prompt: int64 [n] on the CPU, n <= max_new_tokens, without the prompt.
 
     tokens: int64 [N], N >= 1. temperature 0 is greedy. top_p in (0, 1]. seed: of the sampling; None draws a new one. A
-    token of `stop_ids` ends the continuation and is its last id.
+    token of `stop_ids` ends the continuation and is its last id. images: from `rille.preprocess_images`, one for each
+    media token of the prompt, as `K3.hidden` takes them; their rows are in the memory only, not among the ids.
 
-    Raises ValueError for an empty prompt, ids outside the vocabulary, or an argument outside its range.
+    Raises ValueError for an empty prompt, ids outside the vocabulary, a model that is not whole, images that do not fit
+    and arguments outside their range.
     """
-    ids = stream(model, tokens, max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, stop_ids=stop_ids)
+    sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "seed": seed}
+    ids = stream(model, tokens, max_new_tokens, **sampling, stop_ids=stop_ids, images=images)
     return torch.tensor(list(ids), dtype=torch.int64)
 
 
@@ -54,27 +62,36 @@ def stream(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int | None = None,
-    stop_ids: Collection[int] = (),
+    stop_ids: Iterable[int] = (),
+    images: PatchedImages | None = None,
 ) -> Iterator[int]:
-    """As `generate`, each id as soon as it is known. The arguments are checked at the call."""
-    check(tokens, max_new_tokens, temperature, top_p, seed)
+    """As `generate`, each id as soon as it is known. The arguments are checked at the call; only whether the images fit
+    shows when the first id is asked for."""
+    check(model, tokens)
+    check_sampling(max_new_tokens, temperature, top_p, seed)
+    stops = as_stop_ids(stop_ids, model.config.vocab_size)
     generator = torch.Generator()
     generator.seed() if seed is None else generator.manual_seed(seed)
-    return _stream(model, tokens, max_new_tokens, Sampler(temperature, top_p, generator), frozenset(map(int, stop_ids)))
+    return _stream(model, tokens, max_new_tokens, Sampler(temperature, top_p, generator), stops, images)
 
 
 def _stream(
-    model: K3, tokens: Tensor, max_new_tokens: int, sampler: Sampler, stop_ids: frozenset[int]
+    model: K3,
+    tokens: Tensor,
+    max_new_tokens: int,
+    sampler: Sampler,
+    stop_ids: frozenset[int],
+    images: PatchedImages | None,
 ) -> Iterator[int]:
-    memory, last = model.new_memory(), torch.tensor([len(tokens) - 1])
+    memory, last = model.new_memory(), torch.tensor([-1])
     for _ in range(max_new_tokens):
         with torch.inference_mode():
-            logits_W = model.logits(tokens, memory=memory, rows=last)[0]
+            logits_W = model.logits(tokens, memory=memory, images=images, rows=last)[0]
             token = sampler(logits_W.cpu())
         yield token
         if token in stop_ids:
             return
-        tokens, last = torch.tensor([token]), torch.tensor([0])
+        tokens, images = torch.tensor([token]), None
 
 
 class Sampler:
@@ -99,21 +116,33 @@ def nucleus(probabilities_W: Tensor, top_p: float) -> Tensor:
     return probabilities_W.index_fill(0, order_W[before_W >= top_p], 0)
 
 
-def check(tokens: Tensor, max_new_tokens: int, temperature: float, top_p: float, seed: int | None) -> None:
-    if tokens.numel() < 1:
+def check(model: K3, tokens: Tensor) -> None:
+    """Raise ValueError unless a whole model can go on from these tokens."""
+    if not isinstance(model, K3):
+        raise ValueError(f"model must be a K3 model (rille.load_model, rille.new_model), not {kind(model)}")
+    if len(model.held) != model.config.num_layers:
+        raise ValueError(f"the model holds layers {model.held} of {model.config.num_layers}; generating needs all")
+    check_weights(model)
+    check_tokens(model, tokens)
+    if len(tokens) < 1:
         raise ValueError("the prompt has no tokens; give at least one (a trained model's config has bos_id for that)")
-    check_sampling(max_new_tokens, temperature, top_p, seed)
+    check_ids(tokens, Packing.of([len(tokens)]), model.config.vocab_size)
 
 
 def check_sampling(max_new_tokens: int, temperature: float, top_p: float, seed: int | None) -> None:
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must not be negative")
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature is {temperature}; it must be at least 0 (0 takes the likeliest token)")
-    if not 0 < top_p <= 1:
+    whole(max_new_tokens, "max_new_tokens", 0)
+    as_temperature(temperature)
+    if not 0 < real(top_p, "top_p") <= 1:
         raise ValueError(f"top_p is {top_p}; it must be above 0 and at most 1")
-    if seed is not None and not 0 <= seed < 2**63:
-        raise ValueError(f"seed is {seed}; it must be at least 0 and below 2^63")
+    if seed is not None:
+        as_seed(seed)
+
+
+def as_stop_ids(stop_ids: Iterable[int], vocab_size: int) -> frozenset[int]:
+    """The ids that end a continuation. Raises ValueError for what is no collection of the vocabulary's ids."""
+    if isinstance(stop_ids, str | bytes) or not isinstance(stop_ids, Iterable):
+        raise ValueError(f"stop_ids is {kind(stop_ids)}; it must be a collection of token ids, such as (5,)")
+    return frozenset(whole(token, "an id of stop_ids", 0, vocab_size) for token in stop_ids)
 
 
 def continue_text(config: GenerateConfig) -> None:

@@ -29,7 +29,7 @@ from rille.text.messages import (
     read_tools,
     value_text,
 )
-from rille.text.vocabulary import CONTROLS, Tokenizer
+from rille.text.vocabulary import CONTROLS, Tokenizer, kind
 
 Channel = Literal["think", "response"]
 EFFORTS = ("low", "high", "max")
@@ -93,6 +93,8 @@ class Prompt:
 
     def encode(self, tokenizer: Tokenizer) -> EncodedPrompt:
         """Encode every segment by itself (equal ones once)."""
+        if not isinstance(tokenizer, Tokenizer):
+            raise ValueError(f"tokenizer must be one of rille.load_tokenizer, not {kind(tokenizer)}")
         missing = [name for name in CONTROLS if name not in tokenizer.specials]
         if missing:
             raise ValueError(
@@ -132,6 +134,8 @@ def render(
     with "partial": true). images: original (width, height) of the pictures, one for each image part or placeholder, in
     order. Raises a one-line ValueError for anything that cannot be rendered. Source: `encoding_k3.py`.
     """
+    if not isinstance(thinking, bool):
+        raise ValueError(f"thinking is {kind(thinking)}; it must be True or False")
     history = read_messages(messages)
     declared = read_tools(tools) if tools is not None else ()
     offered = _offered(declared, history)
@@ -147,8 +151,8 @@ def render(
         _write_option(writer, "thinking-effort", _EFFORT.format(effort=effort))
     _write_history(writer, history, thinking)
     stable = slice(len(writer.segments))
-    for kind, body in options:
-        _write_option(writer, kind, body)
+    for option, body in options:
+        _write_option(writer, option, body)
     channel, opening = None, slice(0)
     if add_generation_prompt:
         channel, opening = _write_prefix(writer, opened, thinking)

@@ -28,6 +28,7 @@ import numpy as np
 from PIL import Image
 
 from rille.text.media import num_media_tokens
+from rille.text.vocabulary import kind
 
 MAX_PIXELS = 89_478_485  # of one picture before it is resized: what Pillow takes for harmless
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV")
@@ -51,11 +52,30 @@ class ImageConfig:
     white: int = 255
     gray: int = 180
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for sizes that are no positive whole numbers, and deviations that are not positive."""
+        for name in ("patch", "merge", "max_patches", "max_side", "max_frame_patches", "square"):
+            if not isinstance(value := getattr(self, name), int) or value < 1:
+                raise ValueError(f"image config: {name} is {kind(value)}; it must be a whole number of at least 1")
+        for name in ("mean", "std"):
+            value = getattr(self, name)
+            if (
+                not isinstance(value, tuple)
+                or len(value) != 3
+                or not all(isinstance(number, int | float) for number in value)
+            ):
+                raise ValueError(f"image config: {name} is {kind(value)}; it must be three numbers")
+        if not all(0 < number < math.inf for number in self.std):
+            raise ValueError(f"image config: std is {self.std}; it must be positive")
+
     @classmethod
     def from_official(cls, config: Mapping[str, Any]) -> ImageConfig:
         """Read `preprocessor_config.json` (its `media_proc_cfg`). Raises ValueError for what is not known here."""
-        given = dict(config.get("media_proc_cfg", config))
-        board = dict(given.pop("transparent_bg_config", None) or {})
+        given = config.get("media_proc_cfg", config) if isinstance(config, Mapping) else config
+        board = (given.get("transparent_bg_config") or {}) if isinstance(given, Mapping) else {}
+        if not isinstance(given, Mapping) or not isinstance(board, Mapping):
+            raise ValueError("preprocessor_config.json: it and its transparent_bg_config must be objects")
+        given, board = {key: given[key] for key in given if key != "transparent_bg_config"}, dict(board)
         demands = {"fixed_output_tokens": None, "transparent_bg_fill_stage": "after_resize"}
         board_demands = {"pattern": "chessboard", "chessboard_square_on_top_left": True}
         for source, wanted in ((given, demands), (board, board_demands)):
@@ -80,7 +100,7 @@ class ImageConfig:
             raise ValueError(f"preprocessor_config.json: unknown key {unknown[0]!r}")
         fields: dict[str, Any] = {names[key]: value for key, value in read.items()}
         for key in ("mean", "std"):
-            fields |= {key: tuple(fields[key])} if key in fields else {}
+            fields |= {key: tuple(fields[key])} if isinstance(fields.get(key), list) else {}
         return cls(**fields)
 
 
@@ -115,10 +135,14 @@ def preprocess_images(items: Iterable[Source | Sequence[Source]], config: ImageC
     a one-line ValueError for a file that is missing, truncated, no picture, of no or too many pixels, or of a mode
     without a known way to 8-bit colour.
     """
-    config = config or ImageConfig()
+    config = config if config is not None else ImageConfig()
+    if not isinstance(config, ImageConfig):
+        raise ValueError(f"config must be an ImageConfig, not {kind(config)}")
+    if isinstance(items, Source) or not isinstance(items, Iterable):
+        raise ValueError(f"images must be a list of pictures, not {kind(items)}; one picture: [picture]")
     patches, grids, sizes, digests = [], [], [], []
     for number, item in enumerate(items):
-        sources = [item] if isinstance(item, str | Path | bytes | Image.Image) else item
+        sources = [item] if isinstance(item, Source) or not isinstance(item, Sequence) else item
         frames = [open_image(source, f"image {number}") for source in sources]
         if len({frame.size for frame in frames}) != 1:
             raise ValueError(f"image {number}: a video needs frames of one size, not {[f.size for f in frames]}")
@@ -148,7 +172,7 @@ def open_image(source: Source, name: str = "image") -> Image.Image:
             name = f"{name} ({source})"
             image = Image.open(source)
         if not isinstance(image, Image.Image):
-            raise ValueError(f"{name} must be a path, bytes or a PIL image, not {type(source).__name__}")
+            raise ValueError(f"{name} must be a path, bytes or a PIL image, not {kind(source)}")
         _check_size(image, name)
         image.load()
     except Image.DecompressionBombError:

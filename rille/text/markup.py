@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rille.text.vocabulary import (
     CLOSE,
@@ -26,6 +27,7 @@ from rille.text.vocabulary import (
     MEDIA_PAD,
     OPEN,
     SEP,
+    kind,
 )
 
 IMAGE_PLACEHOLDER = "<|kimi_image_placeholder|>"  # ordinary text that stands for a picture, not a token
@@ -60,6 +62,14 @@ def image_prompt(width: int, height: int) -> str:
     return f"{MEDIA_BEGIN}image {width}x{height}{MEDIA_CONTENT}{MEDIA_PAD}{MEDIA_END}"
 
 
+def as_sizes(images: Any) -> Sequence[tuple[int, int]]:
+    """Sizes of pictures. Raises ValueError for what is no list of pairs."""
+    pairs = isinstance(images, Sequence) and all(isinstance(size, Sequence) and len(size) == 2 for size in images)
+    if not pairs:
+        raise ValueError(f"images must be a list of (width, height), one for each picture, not {kind(images)}")
+    return images
+
+
 _TAG = re.compile(r'([a-z_]+)((?: [a-z_]+="[^"]*")*)')
 _ATTRIBUTE = re.compile(r' ([a-z_]+)="([^"]*)"')
 
@@ -79,7 +89,7 @@ class Writer:
         """images: original (width, height) of every picture in order, or None to leave placeholders as plain text."""
         self.segments: list[Segment] = []
         self.produced = False
-        self._images = None if images is None else [image_prompt(width, height) for width, height in images]
+        self._images = None if images is None else [image_prompt(*size) for size in as_sizes(images)]
         self._used = 0
 
     def open(self, tag: str, *attributes: tuple[str, str]) -> None:

@@ -29,6 +29,7 @@ from rille.text.vocabulary import (
     SEP,
     WORD_PATTERN,
     Tokenizer,
+    as_directory,
 )
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class OfficialTokenizer(Tokenizer):
         return hashlib.sha256(_file_content(self._ranks) + specials.encode()).hexdigest()
 
     def save(self, directory: str | Path) -> Path:
-        directory = Path(directory)
+        directory = as_directory(directory)
         directory.mkdir(parents=True, exist_ok=True)
         if self._config is not None:
             _replace(directory / CONFIG_FILE_NAME, self._config.encode())

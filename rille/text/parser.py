@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from rille.text.chat import Channel
 from rille.text.reader import MessageReader
 from rille.text.reply import Event, Reply
-from rille.text.vocabulary import CONTROLS, TextStream, Tokenizer
+from rille.text.vocabulary import CONTROLS, TextStream, Tokenizer, kind
 
 _CONTROL = re.compile("|".join(map(re.escape, CONTROLS)))
 _PREFIXES = {name[:length] for name in CONTROLS for length in range(1, len(name))}
@@ -43,6 +43,10 @@ class Parser:
     """
 
     def __init__(self, tokenizer: Tokenizer | None = None, *, start: Channel | None = None, drop_calls: bool = False):
+        if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
+            raise ValueError(f"tokenizer must be one of rille.load_tokenizer, not {kind(tokenizer)}")
+        if start not in (None, "think", "response"):
+            raise ValueError(f"start is {start!r}; it must be think, response or None")
         self._tokenizer = tokenizer
         self._bytes = TextStream(tokenizer) if tokenizer is not None else None
         self._tail = ""  # of a stream of text: what may become a control token
@@ -55,6 +59,8 @@ class Parser:
 
     def feed_ids(self, ids: Iterable[int]) -> list[Event]:
         """Events of further token ids. Raises ValueError for an unknown id, or without a tokenizer."""
+        if isinstance(ids, bytes) or not isinstance(ids, Iterable):
+            raise ValueError(f"ids must be several token ids, not {kind(ids)}")
         if self._tokenizer is None or self._bytes is None:
             raise ValueError("to parse ids, give the parser their tokenizer")
         for token in ids:
@@ -70,7 +76,9 @@ class Parser:
         return self._reader.take_events()
 
     def feed_text(self, piece: str) -> list[Event]:
-        """Events of a further piece of text."""
+        """Events of a further piece of text. Raises ValueError for what is no text."""
+        if not isinstance(piece, str):
+            raise ValueError(f"a piece of output must be a str, not {kind(piece)}; `feed_ids` takes ids")
         text = self._tail + piece
         at = 0
         for found in _CONTROL.finditer(text):

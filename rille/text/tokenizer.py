@@ -21,7 +21,17 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from rille.text.official import OFFICIAL_FILE_NAME, read_official
-from rille.text.vocabulary import CHAT_SPECIALS, END_OF_TEXT, WORD_PATTERN, TextStream, Tokenizer, check_text, cut_text
+from rille.text.vocabulary import (
+    CHAT_SPECIALS,
+    END_OF_TEXT,
+    WORD_PATTERN,
+    TextStream,
+    Tokenizer,
+    as_directory,
+    check_text,
+    cut_text,
+    kind,
+)
 
 __all__ = [
     "END_OF_TEXT",
@@ -60,7 +70,7 @@ class TrainedTokenizer(Tokenizer):
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def save(self, directory: str | Path) -> Path:
-        path = Path(directory) / FILE_NAME
+        path = as_directory(directory) / FILE_NAME
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(FILE_NAME + ".partial")
         partial.write_text(self.to_json(), encoding="utf-8")
@@ -78,6 +88,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, note: Callable[[st
     yields them, and `note` is told both numbers.
     Raises ValueError for a size below 265 or a text that UTF-8 cannot hold.
     """
+    if not isinstance(vocab_size, int) or isinstance(texts, str | bytes) or not isinstance(texts, Iterable):
+        raise ValueError(f"texts must be several, not {kind(texts)}, and vocab_size a whole number, not {vocab_size!r}")
     if vocab_size < 256 + len(SPECIALS):
         raise ValueError(
             f"vocab_size {vocab_size} is too small: 256 bytes and {len(SPECIALS)} special tokens need at least "
@@ -111,6 +123,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     A directory's `tiktoken.model` (the official format) goes before its `tokenizer.json`. Raises ValueError, in one
     line, where there is neither or where the file is not a byte-level BPE that keeps text as is.
     """
+    if not isinstance(path, str | Path):
+        raise ValueError(f"path is {kind(path)}; give a checkpoint directory or a {FILE_NAME}")
     path = Path(path)
     if not path.exists():
         raise ValueError(f"{path} does not exist: give a checkpoint directory or a {FILE_NAME}")

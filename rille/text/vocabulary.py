@@ -88,6 +88,8 @@ class Tokenizer(ABC):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, the texts spread over all cores. The same ids as `encode` gives one by one."""
+        if isinstance(texts, str | bytes) or not isinstance(texts, Sequence):
+            raise ValueError(f"texts must be a list of texts, not {kind(texts)}; `encode` takes one")
         pieces, owners = [], []
         for owner, text in enumerate(texts):
             for piece in cut_text(check_text(text)):
@@ -102,7 +104,7 @@ class Tokenizer(ABC):
         """Ids of a text in which every special token's name becomes its id. Never for text that others wrote."""
         ids: list[int] = []
         at = 0
-        for found in self._special_pattern.finditer(text):
+        for found in self._special_pattern.finditer(check_text(text)):
             ids += self.encode(text[at : found.start()])
             ids.append(self.specials[found[0]])
             at = found.end()
@@ -117,18 +119,20 @@ class Tokenizer(ABC):
 
         Special tokens appear as their names. Raises ValueError for an id that the vocabulary does not hold.
         """
+        if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):
+            raise ValueError(f"ids must be a list or a tensor of token ids, not {kind(ids)}")
         return b"".join(self.token_bytes(i) for i in ids).decode("utf-8", errors="replace")
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token stands for (the UTF-8 name of a special one). Raises ValueError for an unknown id."""
-        number = index(token)
+        number = token_id(token)
         if number in self._words:
             return self._words[number]
         return self._name(number).encode()
 
     def special_name(self, token: int) -> str | None:
         """The name of a special token, None for an ordinary one. Raises ValueError for an unknown id."""
-        number = index(token)
+        number = token_id(token)
         return None if number in self._words else self._name(number)
 
     def _name(self, number: int) -> str:
@@ -167,8 +171,30 @@ class TextStream:
         return rest
 
 
+def kind(value: object) -> str:
+    """What a value is, in a word or two."""
+    text = " ".join(repr(value).split())
+    return "None" if value is None else f"{type(value).__name__} {text if len(text) <= 60 else text[:60] + '...'}"
+
+
+def as_directory(directory: str | Path) -> Path:
+    if not isinstance(directory, str | Path):
+        raise ValueError(f"directory is {kind(directory)}; give a path")
+    return Path(directory)
+
+
+def token_id(token: int) -> int:
+    """An id as an int (of an integer tensor too). Raises ValueError for anything else."""
+    try:
+        return index(token)
+    except TypeError:
+        raise ValueError(f"a token id must be a whole number, not {kind(token)}") from None
+
+
 def check_text(text: str) -> str:
-    """The text, if UTF-8 can hold it; else a ValueError that names the lone surrogate."""
+    """The text, if it is one that UTF-8 can hold; else a ValueError, which names a lone surrogate."""
+    if not isinstance(text, str):
+        raise ValueError(f"text must be a str, not {kind(text)}; decode bytes first")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

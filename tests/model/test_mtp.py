@@ -189,8 +189,18 @@ def test_what_a_draft_refuses():
         model.draft(h, ids(3))
     with pytest.raises(ValueError, match=r"rows \[4, 0\]"):
         model.draft(h, ids(4), packing=Packing.of([4, 0]))
-    with pytest.raises(ValueError, match="count 0"):
+    with pytest.raises(ValueError, match="count is 0"):
         model.draft(h, ids(4), count=0)
+    with pytest.raises(ValueError, match="count is float 1.5"):
+        model.draft(h, ids(4), count=1.5)
+    with pytest.raises(ValueError, match="made for another model"):
+        model.draft(h, ids(4), model.new_memory())
+    with pytest.raises(ValueError, match="temperature is nan"):
+        model.draft(h, ids(4), temperature=float("nan"))
+    with pytest.raises(ValueError, match="hidden is torch.float32"):
+        model.draft(h.float(), ids(4))
+    with pytest.raises(ValueError, match="token ids run from"):
+        model.draft(h, ids(4) + 10**6)
     with pytest.raises(ValueError, match="the model has 2"):
         make(mtp_layers=2).draft(h, ids(4))
     with pytest.raises(ValueError, match="no multi-token-prediction layer"):

@@ -137,7 +137,7 @@ def test_ids_may_be_integers_of_other_libraries(tokenizer: TrainedTokenizer):
     torch = pytest.importorskip("torch")
     ids = tokenizer.encode("return")
     assert tokenizer.decode(torch.tensor(ids)) == "return"
-    with pytest.raises(TypeError):
+    with pytest.raises(ValueError):
         tokenizer.decode([1.5])  # type: ignore[list-item]
 
 

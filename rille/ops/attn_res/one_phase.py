@@ -27,7 +27,8 @@ def attn_res(sources_ND: Sequence[Tensor], query_D: Tensor, gain_D: Tensor, eps:
 
 class _Mixture(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, w_D: Tensor, eps: float, *sources_ND: Tensor) -> Tensor:
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        w_D, eps, *sources_ND = arguments  # torch.compile misplaces arguments that are named before such a list
         wide_ND = [source_ND.to(w_D.dtype) for source_ND in sources_ND]
         norm_RN = torch.stack([torch.linalg.vector_norm(v_ND, dim=-1) for v_ND in wide_ND])
         r_RN = torch.rsqrt(norm_RN.square() / len(w_D) + eps)

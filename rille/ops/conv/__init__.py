@@ -16,6 +16,7 @@ from rille.packing import Packing
 
 __all__ = ["PooledTail", "choose_backend", "short_conv"]
 
+HAS_TRITON = find_spec("triton") is not None  # asked once: torch.compile cannot trace the question
 BACKENDS = ("triton", "reference")
 
 
@@ -72,15 +73,15 @@ def where(packing: Packing) -> tuple[Tensor, Tensor]:
 
 def choose_backend(x_NC: Tensor, weight_CW: Tensor) -> tuple[str, str]:
     """The backend for these inputs and, in words, why."""
+    if x_NC.device.type != "cuda":
+        return "reference", f"the tensors are on {x_NC.device.type}"
     reason = obstacle(x_NC, weight_CW)
-    if reason is None and x_NC.device.type == "cuda":
-        return "triton", "CUDA tensors of a supported shape"
-    return "reference", reason or "the interpreter runs only where it is asked for"
+    return ("triton", "CUDA tensors of a supported shape") if reason is None else ("reference", reason)
 
 
 def obstacle(x_NC: Tensor, weight_CW: Tensor) -> str | None:
     """Why the kernels cannot run, or None."""
-    if find_spec("triton") is None:
+    if not HAS_TRITON:
         return "triton is not installed"
     if x_NC.device.type != "cuda" and not interpreting():
         return f"the tensors are on {x_NC.device.type}"

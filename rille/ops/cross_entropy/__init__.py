@@ -16,6 +16,7 @@ from rille.ops.cross_entropy.reference import IGNORED
 
 __all__ = ["IGNORED", "CrossEntropy", "choose_backend", "linear_cross_entropy"]
 
+HAS_TRITON = find_spec("triton") is not None  # asked once: torch.compile cannot trace the question
 BACKENDS = ("triton", "chunked")
 CHUNK = 1024  # tokens, in plain PyTorch
 
@@ -46,8 +47,8 @@ def linear_cross_entropy(
     in the forward pass, when x or head wants one: under `torch.no_grad()` one product of three is left. backend:
     "triton" or "chunked"; by default what `choose_backend` says.
 
-    Raises ValueError for shapes and dtypes that do not agree, chunk < 1, a backend that cannot run, and on the CPU for
-    a target outside [0, W).
+    Raises ValueError for shapes and dtypes that do not agree, chunk < 1, a backend that cannot run, and on the CPU
+    (where this is not compiled) for a target outside [0, W).
     """
     if x.shape[1:] != head.shape[1:] or targets.shape != x.shape[:1] or x.dtype != head.dtype:
         raise ValueError(
@@ -56,7 +57,8 @@ def linear_cross_entropy(
         )
     if chunk is not None and chunk < 1:
         raise ValueError(f"linear_cross_entropy: chunk {chunk}, want at least 1 token")
-    if targets.device.type == "cpu":  # elsewhere the gather asserts on the device; looking would stall it
+    # On a device the gather asserts, and looking would stall it; a compiled graph cannot branch on values.
+    if targets.device.type == "cpu" and not torch.compiler.is_compiling():
         _check_targets(targets, head.shape[0])
     form, default = chunked.PLAIN, CHUNK
     if _settle(backend, x, head) == "triton":
@@ -75,7 +77,7 @@ def choose_backend(x: Tensor, head: Tensor) -> tuple[str, str]:
 
 def _obstacle(x: Tensor, head: Tensor) -> str | None:
     """Why the kernel cannot run, or None."""
-    if find_spec("triton") is None:
+    if not HAS_TRITON:
         return "triton is not installed"
     from rille.ops.cross_entropy import fused
 

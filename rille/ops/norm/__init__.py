@@ -14,6 +14,7 @@ from rille.ops.norm import reference
 
 __all__ = ["add_rms_norm", "choose_backend", "gated_rms_norm", "rms_norm"]
 
+HAS_TRITON = find_spec("triton") is not None  # asked once: torch.compile cannot trace the question
 BACKENDS = ("triton", "reference")
 
 
@@ -95,7 +96,7 @@ def choose_backend(*tensors: Tensor) -> tuple[str, str]:
 
 def _obstacle(*tensors: Tensor) -> str | None:
     """Why the kernels cannot run, or None."""
-    if find_spec("triton") is None:
+    if not HAS_TRITON:
         return "triton is not installed"
     from rille.ops.norm import launch
 

@@ -14,6 +14,7 @@ from rille.ops.situ import reference
 
 __all__ = ["choose_backend", "situ_glu", "swiglu"]
 
+HAS_TRITON = find_spec("triton") is not None  # asked once: torch.compile cannot trace the question
 BACKENDS = ("triton", "reference")
 
 
@@ -58,7 +59,7 @@ def _triton(gate: Tensor, up: Tensor, cap_gate: float, cap_up: float, capped: bo
 
 def _obstacle(gate: Tensor) -> str | None:
     """Why the kernels cannot run, or None."""
-    if find_spec("triton") is None:
+    if not HAS_TRITON:
         return "triton is not installed"
     from rille.ops.situ import launch
 
