@@ -1,0 +1,53 @@
+"""Hashes of a growing sequence, each of which stands for everything before it. No torch here.
+
+    h_0 = H(weight version)       h_i = H(h_{i-1}, ids of unit i, pictures in it)
+    at(p) = h_i for p = i u;      between the boundaries H(h_i, ids up to p, pictures among them)
+
+Two sequences with one hash at p agree in their first p tokens, in the pictures behind them and in the weights. A
+picture counts by its whole digest, at the place of its rows.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+Span = tuple[int, int, str]  # first row of a picture, the row after its last, its digest
+_SIZE = 16  # bytes: two of 2^40 chains share a hash with a probability of 2^-48
+
+
+class Chain:
+    """The ids of one sequence and their hashes. unit: tokens between the boundaries at which hashes are kept."""
+
+    def __init__(self, ids: Iterable[int], unit: int, version: int = 0, pictures: Sequence[Span] = ()) -> None:
+        if unit < 1:
+            raise ValueError(f"hash unit is {unit} tokens; it must be at least 1")
+        self.ids = array("q", ids)
+        self.unit = unit
+        self._pictures = tuple(pictures)
+        self._hashes = [blake2b(b"weights %d" % version, digest_size=_SIZE).digest()]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def append(self, token: int) -> None:
+        self.ids.append(token)
+
+    def at(self, position: int) -> bytes:
+        """The hash of the first `position` tokens. Raises IndexError beyond the end."""
+        if not 0 <= position <= len(self.ids):
+            raise IndexError(f"position {position} of a chain of {len(self.ids)} tokens")
+        whole, rest = divmod(position, self.unit)
+        while len(self._hashes) <= whole:
+            start = (len(self._hashes) - 1) * self.unit
+            self._hashes.append(self._next(start, start + self.unit))
+        return self._next(position - rest, position) if rest else self._hashes[whole]
+
+    def _next(self, start: int, stop: int) -> bytes:
+        state = blake2b(self._hashes[start // self.unit], digest_size=_SIZE)
+        state.update(self.ids[start:stop].tobytes())
+        for first, end, digest in self._pictures:
+            if first < stop and end > start:
+                state.update(b"picture %d %s" % (first, digest.encode()))
+        return state.digest()

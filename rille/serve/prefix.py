@@ -1,0 +1,395 @@
+"""The prefix cache: what of a prompt need not be computed again. No torch here.
+
+To go on after b tokens a sequence needs the latents of all b and the state of every KDA group after exactly b. A lookup
+of a prompt of L tokens, with hash unit u and P tokens to a page, therefore has two stages:
+
+    latents   whole pages while the hash at (k+1)P is known, then the last boundary inside the first missing page
+    state     the last boundary b <= that length, b <= L-1, with a checkpoint of all groups
+
+What was matched is pinned before anything is allocated. Whole pages are shared; a page on which the sequence will write
+is copied, and so is the state: what is stored is never written. Nothing can match before the step that wrote it is
+over (`landed`). Source: Kimi K3 report section 5.4.
+
+All lengths and positions are tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rille.serve.chain import Chain
+from rille.serve.pages import Copy
+from rille.serve.retention import Retention
+from rille.serve.schema import MissReason
+from rille.serve.store import Entry, Store
+from rille.serve.tier import Tier
+
+
+@dataclass(eq=False, slots=True)
+class Holding:
+    """What one sequence has in the pool.
+
+    length: tokens whose latents and state are there. state: pages of the state that moves along, by group. shared: the
+    first pages of latents, which others may have too. registered: tokens that others can find. pinned: what the copies
+    of this step read; pending: checkpoints whose copies have not landed; made: checkpoints that it went on from or
+    left; moving: the one that the next of the reply replaces. is_private: computed with the weights of two versions,
+    nothing of it may match.
+    """
+
+    chain: Chain
+    length: int = 0
+    latents: list[Entry] = field(default_factory=list)
+    state: tuple[int, ...] = ()
+    shared: int = 0
+    registered: int = 0
+    pinned: list[Entry] = field(default_factory=list)
+    pending: list[Entry] = field(default_factory=list)
+    made: list[Entry] = field(default_factory=list)
+    moving: Entry | None = None
+    is_private: bool = False
+
+
+@dataclass(frozen=True)
+class Match:
+    """latents, checkpoint: what was found, in the pool or (a name) in the tier behind it. latent_length: how far the
+    latents go; resumed: where the sequence can go on."""
+
+    latents: tuple[Entry | bytes, ...]
+    latent_length: int
+    checkpoint: Entry | bytes | None
+    resumed: int
+
+
+@dataclass(frozen=True)
+class Admission:
+    """copies: to be carried out before the sequence runs; clear: pages of a state that begins with zeros; seen: how far
+    the prompt was there before."""
+
+    holding: Holding
+    resumed: int
+    copies: tuple[Copy, ...]
+    clear: tuple[int, ...]
+    seen: int
+
+
+@dataclass
+class CacheCounts:
+    """Totals in tokens, queries = hits + misses. latent_hits: with latents there, whether used or not; external: of the
+    hits those that came from the tier."""
+
+    queries: int = 0
+    hits: int = 0
+    latent_hits: int = 0
+    external: int = 0
+    misses: dict[MissReason, int] = field(
+        default_factory=lambda: {"cold": 0, "evicted": 0, "no_checkpoint": 0, "below_unit": 0, "draft": 0}
+    )
+
+
+class PrefixCache:
+    """The pool of pages and everything that is stored in it."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_tokens: int,
+        groups: int,
+        *,
+        unit: int = 512,
+        retention: Retention | None = None,
+        tier: Tier | None = None,
+        remember: int = 1 << 20,
+    ) -> None:
+        """page_tokens: latents to a page. groups: pages of one state. unit: tokens between the boundaries that can
+        match; any number, it need not fit the pages. remember: boundaries that are known after their pages are gone,
+        to tell evicted from cold. Raises ValueError for sizes below 1 and a retention that does not fit the unit."""
+        if page_tokens < 1 or groups < 0 or unit < 1:
+            raise ValueError(f"prefix cache: page_tokens {page_tokens}, groups {groups}, unit {unit} must be positive")
+        self.retention = retention if retention is not None else Retention(interval=max(1, 32_768 // unit) * unit)
+        self.retention.check(unit)
+        self.store = Store(num_pages, tier, remember)
+        self.page_tokens, self.groups, self.unit = page_tokens, groups, unit
+        self.counts = CacheCounts()
+
+    @property
+    def available(self) -> int:
+        """Pages that an allocation can have."""
+        return self.store.available
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that a sequence of so many tokens holds while it runs."""
+        return -(-tokens // self.page_tokens) + self.groups
+
+    def describe(self) -> list[str]:
+        """Sizes, the least prefix that can be used again, and the retention, one line each."""
+        return [
+            f"memory: {self.store.pool.num_pages:,} pages of {self.page_tokens:,} tokens; the state of a sequence "
+            f"takes {self.groups}",
+            f"prefix cache: hash unit {self.unit:,} tokens, so a prefix of {self.unit:,} tokens is the shortest that "
+            "can be used again",
+            f"checkpoints: {self.retention.describe()}",
+        ]
+
+    # --- lookup ---
+
+    def lookup(self, chain: Chain, external: bool = False) -> Match:
+        """What is there of a sequence; with `external` the tier counts too. Changes nothing."""
+        last = (len(chain) - 1) // self.unit * self.unit
+        latents, length = self._find_latents(chain, last, external)
+        for position in range(length // self.unit * self.unit, 0, -self.unit):
+            found = self._find_state(chain.at(position), external)
+            if found is not None or not self.groups:
+                return Match(tuple(latents[: -(-position // self.page_tokens)]), length, found, position)
+        return Match((), length, None, 0)
+
+    def _find_latents(self, chain: Chain, last: int, external: bool) -> tuple[list[Entry | bytes], int]:
+        found: list[Entry | bytes] = []
+        P, u = self.page_tokens, self.unit
+
+        def find(position: int) -> Entry | bytes | None:
+            key = chain.at(position)
+            return self.store.latents(key) or (self.store.outside(key, False) if external else None)
+
+        while len(found) * P + P <= last and (page := find(len(found) * P + P)) is not None:
+            found.append(page)
+        start = len(found) * P
+        for position in range(min(start + P, last) // u * u, start, -u):
+            if (page := find(position)) is not None:
+                return [*found, page], position
+        return found, start
+
+    def _find_state(self, key: bytes, external: bool) -> Entry | bytes | None:
+        return self.store.state(key) or (self.store.outside(key, True) if external else None)
+
+    # --- a sequence comes ---
+
+    def admit(self, chain: Chain, *, counted: bool = True, cold: bool = False) -> Admission | None:
+        """Take a sequence in, at the deepest place where it can go on. None where the pool has too few pages now; then
+        nothing has changed.
+
+        counted: False for one that was counted before. cold: begin at its first token, which needs fewer pages at once
+        than to copy a checkpoint; for a sequence that fits in no other way.
+        """
+        inside = Match((), 0, None, 0) if cold else self.lookup(chain)
+        match = self.lookup(chain, external=True) if self.store.tier is not None and not cold else inside
+        if match.resumed == inside.resumed:
+            match = inside
+        taken = self._take_in(chain, match)
+        if taken is None and match is not inside:
+            match = inside = self.lookup(chain)  # again: room was made for the other one
+            taken = self._take_in(chain, match)
+        if taken is None:
+            return None
+        holding, copies = taken
+        seen, checkpointed = self._seen_lengths(chain)
+        if counted:
+            self._count(len(chain), match, inside.resumed, seen, checkpointed)
+        self._supersede(chain, match.resumed)
+        clear = holding.state if match.resumed == 0 else ()
+        return Admission(holding, match.resumed, tuple(copies), clear, seen)
+
+    def _take_in(self, chain: Chain, match: Match) -> tuple[Holding, list[Copy]] | None:
+        """Pin, allocate, and say what must be copied; all or nothing."""
+        whole = match.resumed // self.page_tokens
+        own = [place for place, source in enumerate(match.latents) if place >= whole or isinstance(source, bytes)]
+        pinned = [entry for entry in (*match.latents, match.checkpoint) if isinstance(entry, Entry)]
+        for entry in pinned:
+            self.store.pin(entry)
+        pages = self.store.allocate(self.groups + len(own))
+        names = [name for name in (*match.latents, match.checkpoint) if isinstance(name, bytes)]
+        if pages is None or not self._are_outside(names):
+            self.store.pool.give(pages or ())
+            for entry in pinned:
+                self.store.unpin(entry)
+            return None
+        holding = Holding(chain, match.resumed, state=tuple(pages[: self.groups]))
+        holding.shared = own[0] if own else len(match.latents)
+        holding.registered = holding.shared * self.page_tokens
+        fresh, copies = iter(pages[self.groups :]), []
+        for place, source in enumerate(match.latents):
+            if place in own:
+                copies += self._own_page(holding, source, next(fresh), match.resumed)
+            else:
+                assert isinstance(source, Entry)
+                holding.latents.append(source)
+        return holding, copies + self._own_state(holding, match.checkpoint)
+
+    def _are_outside(self, names: list[bytes]) -> bool:
+        """Whether the tier still has them all: what an allocation evicts may have taken their place there."""
+        return not names or (self.store.tier is not None and all(map(self.store.tier.has, names)))
+
+    def _own_page(self, holding: Holding, source: Entry | bytes, page: int, resumed: int) -> list[Copy]:
+        start = len(holding.latents) * self.page_tokens
+        holding.latents.append(Entry((page,), start + self.page_tokens))
+        if isinstance(source, bytes):
+            assert self.store.tier is not None
+            self.store.tier.get(source, (page,))
+            return []
+        holding.pinned.append(source)
+        return [Copy(source.pages[0], page, rows=resumed - start)]
+
+    def _own_state(self, holding: Holding, source: Entry | bytes | None) -> list[Copy]:
+        if source is None:
+            return []
+        if isinstance(source, bytes):
+            assert self.store.tier is not None
+            self.store.tier.get(source, holding.state)
+            return []
+        source.uses += 1
+        holding.pinned.append(source)
+        holding.made.append(source)
+        return [Copy(a, z) for a, z in zip(source.pages, holding.state, strict=True)]
+
+    def _seen_lengths(self, chain: Chain) -> tuple[int, int]:
+        """How far a sequence was there before, and up to where with a checkpoint."""
+        seen = 0
+        for position in range((len(chain) - 1) // self.unit * self.unit, 0, -self.unit):
+            was = self.store.was_seen(chain.at(position))
+            seen = seen or (position if was is not None else 0)
+            if was:
+                return seen, position
+        return seen, 0
+
+    def _count(self, length: int, match: Match, inside: int, seen: int, checkpointed: int) -> None:
+        counts, last, b = self.counts, (length - 1) // self.unit * self.unit, match.resumed
+        counts.queries += length
+        counts.hits += b
+        counts.external += b - inside
+        counts.latent_hits += match.latent_length
+        evicted, known = max(checkpointed, b), max(checkpointed, seen, match.latent_length, b)
+        counts.misses["evicted"] += evicted - b
+        counts.misses["no_checkpoint"] += known - evicted
+        counts.misses["cold"] += last - known
+        counts.misses["below_unit"] += length - last
+
+    def _supersede(self, chain: Chain, resumed: int) -> None:
+        """Of checkpoints that a conversation has passed those go first that served nobody else."""
+        for position in range(self.unit, resumed, self.unit):
+            entry = self.store.state(chain.at(position))
+            if entry is not None and not entry.is_fork and entry.uses <= 1:
+                self.store.touch(entry, last=True)
+
+    # --- it grows ---
+
+    def extend(self, holding: Holding, length: int) -> bool:
+        """Pages for the latents of the first `length` tokens. False where there are too few; then nothing changed."""
+        missing = -(-length // self.page_tokens) - len(holding.latents)
+        pages = self.store.allocate(max(missing, 0))
+        if pages is None:
+            return False
+        for page in pages:
+            holding.latents.append(Entry((page,), (len(holding.latents) + 1) * self.page_tokens))
+        return True
+
+    def checkpoint(self, holding: Holding, position: int, *, moving: bool = False, fork: bool = False) -> list[Copy]:
+        """Copies that keep the state after `position` tokens, where this step leaves it, for the end of the step.
+
+        moving: it replaces the one before and is kept once the sequence has ended. No copies where there is no room or
+        the same is there already.
+        """
+        key = holding.chain.at(position)
+        if not self.groups or holding.is_private or self.store.state(key) is not None:
+            return []
+        if moving and holding.moving is not None and holding.moving not in holding.pending:
+            self.forget_moving(holding)
+        pages = self.store.allocate(self.groups)
+        if pages is None:
+            return []
+        entry = Entry(tuple(pages), position, is_state=True, is_fork=fork)
+        holding.pending.append(entry)
+        holding.moving = entry if moving else holding.moving
+        return [Copy(a, z) for a, z in zip(holding.state, pages, strict=True)]
+
+    def landed(self, holding: Holding, length: int, publish: int | None = None) -> None:
+        """A step is over: its copies are done and the sequence stands at `length` tokens. From now on others find its
+        first `publish` tokens (default: all)."""
+        self.store.tick()
+        for entry in holding.pinned:
+            self.store.unpin(entry)
+        holding.pinned = []
+        holding.length = length
+        if not holding.is_private:
+            self._publish(holding, length if publish is None else min(publish, length))
+        pending, holding.pending = holding.pending, []
+        for entry in pending:
+            self._land(holding, entry)
+
+    def _publish(self, holding: Holding, length: int) -> None:
+        P, u = self.page_tokens, self.unit
+        for place in range(holding.registered // P, -(-length // P)):
+            start, stop = place * P, min(place * P + P, length)
+            boundaries = list(range(max(start, holding.registered) // u * u + u, stop + 1, u))
+            for position in {*boundaries, *((stop,) if stop == start + P else ())}:
+                self.store.file(holding.latents[place], holding.chain.at(position))
+            for position in boundaries:
+                self.store.note(holding.chain.at(position))
+        holding.registered = max(holding.registered, length)
+
+    def _land(self, holding: Holding, entry: Entry) -> None:
+        key = holding.chain.at(entry.position)
+        assert entry.position <= holding.length, f"checkpoint after {entry.position} of {holding.length} tokens"
+        if holding.is_private or self.store.state(key) is not None:
+            holding.moving = None if entry is holding.moving else holding.moving
+            self.store.drop(entry)
+            return
+        self.store.file(entry, key)
+        self.store.note(key, had_state=True)
+        holding.made.append(entry)
+        if entry is not holding.moving:
+            self.store.unpin(entry)
+
+    def forget_moving(self, holding: Holding) -> bool:
+        """Give up the checkpoint that moves along, for its pages. Whether there was one."""
+        entry = holding.moving
+        if entry is None or entry in holding.pending:
+            return False
+        holding.made.remove(entry)
+        holding.moving = None
+        self.store.drop(entry)
+        return True
+
+    # --- it leaves ---
+
+    def release(self, holding: Holding) -> None:
+        """The sequence ends or is set aside: what others may use stays as long as its memory is not needed."""
+        store = self.store
+        store.tick()
+        for entry in holding.pending:
+            holding.moving = None if entry is holding.moving else holding.moving
+            store.drop(entry)
+        if not self.retention.turn_end:
+            self.forget_moving(holding)
+        for entry in (*holding.pinned, *((holding.moving,) if holding.moving is not None else ())):
+            store.unpin(entry)
+        store.pool.give(holding.state)
+        deepest = self._deepest_state(holding)
+        for place, entry in enumerate(holding.latents):
+            beyond = place >= holding.shared and place * self.page_tokens >= deepest
+            if entry.refs == 1 and (beyond or store.is_redundant(entry)):
+                store.withdraw(entry)
+            store.unpin(entry)
+        for entry in holding.made:
+            store.touch(entry)
+        holding.latents, holding.pinned, holding.pending, holding.made = [], [], [], []
+        holding.state, holding.moving = (), None
+
+    def _deepest_state(self, holding: Holding) -> int:
+        if not self.groups:
+            return holding.length
+        for position in range(holding.registered // self.unit * self.unit, 0, -self.unit):
+            if self.store.state(holding.chain.at(position)) is not None:
+                return position
+        return 0
+
+    def audit(self, holdings: list[Holding]) -> None:
+        """Raise AssertionError unless every page is free, held or stored, once. For tests and a server that checks."""
+        entries = {id(e): e for h in holdings for e in (*h.latents, *h.pinned, *h.pending)}
+        entries |= {id(h.moving): h.moving for h in holdings if h.moving is not None}
+        entries |= {id(entry): entry for entry in self.store.entries()}
+        used = [page for entry in entries.values() for page in entry.pages]
+        used += [page for holding in holdings for page in holding.state]
+        assert len(used) == len(set(used)), "a page belongs to two"
+        total, free = self.store.pool.num_pages, self.store.pool.num_free
+        assert len(used) + free == total, f"{len(used)} pages in use and {free} free are not {total}"
+        evictable = sum(len(entry.pages) for entry in entries.values() if entry.refs == 0)
+        assert evictable == self.store.num_evictable, f"{evictable} evictable pages, {self.store.num_evictable} counted"
