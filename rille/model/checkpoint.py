@@ -27,7 +27,17 @@ from rille.model.moe import ExpertWeights
 from rille.model.names import Entry, mtp_copies, parameter_table
 from rille.model.official import with_quantization
 from rille.model.publish import publishing
-from rille.model.shards import INDEX, CheckpointError, ShardReader, Stored, read_headers, reading, save_shard, shorten
+from rille.model.shards import (
+    INDEX,
+    CheckpointError,
+    Pending,
+    ShardReader,
+    Stored,
+    read_headers,
+    reading,
+    save_shard,
+    shorten,
+)
 from rille.ops.mx import dequantise_mxfp4, quantise_mxfp4
 from rille.packing import as_device
 
@@ -278,11 +288,10 @@ def _write_shards(model: K3, directory: Path, experts: Experts, dtype: torch.dty
     total = 0
     for entries in _shards(model, experts, dtype):
         file = directory / f"shard-{len(places)}"
-        shard = {name: t for entry in entries for name, t in _official_tensors(model, entry, experts, dtype)}
-        save_shard(shard, file)
-        places.append((list(shard), file))
-        total += sum(t.nbytes for t in shard.values())
-        del shard  # before the next one is made: there is never more than one in memory
+        pending = [p for entry in entries for p in _pending(model, entry, experts, dtype)]
+        save_shard(pending, file)
+        places.append(([p.name for p in pending], file))
+        total += sum(p.nbytes for p in pending)
     weight_map: dict[str, str] = {}
     for number, (names, file) in enumerate(places, 1):
         final = f"model-{number:05d}-of-{len(places):06d}.safetensors"
@@ -326,40 +335,47 @@ def _groups(model: K3) -> list[list[Entry]]:
     return [groups[key] for key in sorted(groups, key=lambda key: not key.isdigit())]
 
 
-def _official_tensors(model: K3, entry: Entry, experts: Experts, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def _pending(model: K3, entry: Entry, experts: Experts, dtype: torch.dtype) -> Iterator[Pending]:
+    """The official tensors of an entry, each made when it is written: no copy of the model is ever held."""
     parameter = model.get_parameter(entry.parameter).detach()
     if not _finite(parameter):
         raise CheckpointError(f"{entry.parameter}: NaN or infinite values; such a checkpoint could not be loaded again")
     if entry.experts is not None:
-        yield from _expert_tensors(model, entry, parameter, experts, dtype)
+        for expert, name in entry.official_names():
+            assert expert is not None
+            yield from _pending_expert(model, entry, parameter, experts, dtype, expert, name)
     elif entry.official.endswith(".A_log"):
         layer = model.get_submodule(entry.parameter.rsplit(".", 1)[0])
         assert isinstance(layer, KDA)
-        yield entry.official, parameter.cpu().clone().view(layer.A_log_stored)
+        yield Pending.of(entry.official, parameter.view(layer.A_log_stored))
     else:
         rows = parameter if entry.rows is None else parameter[entry.rows[0] : entry.rows[1]]
         stored = torch.float32 if entry.storage == "f32" else dtype
-        yield entry.official, rows.reshape(entry.shape).to("cpu", stored).contiguous().clone()
+        yield Pending(entry.official, stored, entry.shape, lambda: rows.reshape(entry.shape).to(stored))
 
 
-def _expert_tensors(
-    model: K3, entry: Entry, parameter: Tensor, experts: Experts, dtype: torch.dtype
-) -> Iterator[tuple[str, Tensor]]:
+def _pending_expert(
+    model: K3, entry: Entry, parameter: Tensor, experts: Experts, dtype: torch.dtype, expert: int, name: str
+) -> Iterator[Pending]:
+    """One expert's tensor: plain, or packed and its scales."""
     module_name, leaf = entry.parameter.rsplit(".", 1)
     scales = getattr(model.get_submodule(module_name), f"{leaf}_scale")
     rows = slice(None) if entry.rows is None else slice(*entry.rows)
-    for expert, name in entry.official_names():
-        assert expert is not None
-        weight = parameter[expert, rows].cpu()
-        scale = None if scales is None else scales[expert, rows].cpu()
-        if scale is not None and bool((scale == PLAIN).all()):
-            scale = None
-        if experts == "mxfp4" or (experts == "keep" and scale is not None):
-            packed, scale = quantise_mxfp4(_divisible(weight, name), scale)
-            yield f"{name}.weight_packed", packed
-            yield f"{name}.weight_scale", scale
-        else:
-            yield f"{name}.weight", weight.to(dtype).clone()
+    weight = parameter[expert, rows]
+    scale = None if scales is None or bool((scales[expert, rows] == PLAIN).all()) else scales[expert, rows]
+    if experts == "bf16" or (experts == "keep" and scale is None):
+        yield Pending(f"{name}.weight", dtype, tuple(weight.shape), lambda: weight.to(dtype))
+        return
+    height, width = _divisible(weight, name).shape
+    made: list[Tensor] = []  # the scales, between the two: by name they follow directly
+
+    def pack() -> Tensor:
+        packed, scale_bytes = quantise_mxfp4(weight.cpu(), None if scale is None else scale.cpu())
+        made.append(scale_bytes)
+        return packed
+
+    yield Pending(f"{name}.weight_packed", torch.uint8, (height, width // 2), pack)
+    yield Pending(f"{name}.weight_scale", torch.uint8, (height, width // GROUP), made.pop)
 
 
 def _divisible(weight: Tensor, name: str) -> Tensor:

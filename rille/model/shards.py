@@ -1,26 +1,36 @@
 """Safetensors shards of a checkpoint directory: what they hold (headers only), and their tensors one at a time.
 
+Writing streams too: the header needs names, dtypes and shapes only, so a shard is never in memory, only one tensor.
+
 A file is eight bytes of header length, a JSON header {name: {dtype, shape, data_offsets}}, then the data. Headers are
 read and held against the file's size first, so that a truncated shard is found before anything is loaded.
 """
 
 from __future__ import annotations
 
-import errno
 import json
-import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+# Official spelling of the dtypes that are written; the library lays the last ones out first.
+DTYPES = {
+    torch.uint8: "U8",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.int64: "I64",
+}
 
 
 class CheckpointError(ValueError):
@@ -125,10 +135,52 @@ def shorten(names: list[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + rest
 
 
-def save_shard(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write one safetensors file. Raises OSError where the disk is full or cannot be written."""
+@dataclass(frozen=True)
+class Pending:
+    """A tensor that is to be written: what the header says of it, and `make`, which gives it when its turn comes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    make: Callable[[], Tensor]
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> Pending:
+        """One that is there already."""
+        return cls(name, tensor.dtype, tuple(tensor.shape), lambda: tensor)
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def save_shard(pending: Iterable[Pending], path: Path) -> None:
+    """Write one safetensors file, byte for byte as the library lays it out, with one tensor in memory at a time.
+
+    Tensors are made in the order of the file: wider dtypes first, then by name. Raises OSError, with the path, where
+    the disk is full or cannot be written.
+    """
+    rank = {dtype: number for number, dtype in enumerate(DTYPES)}
+    ordered = sorted(pending, key=lambda p: (-rank[p.dtype], p.name))
     try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        code = re.search(r"os error (\d+)", str(error))
-        raise OSError(int(code[1]) if code else errno.EIO, str(error), str(path)) from error
+        with path.open("wb") as file:
+            file.write(_header_bytes(ordered))
+            for p in ordered:
+                tensor = p.make()
+                assert tensor.dtype == p.dtype and tuple(tensor.shape) == p.shape, p.name
+                file.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+                del tensor  # before the next one is made
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _header_bytes(ordered: Iterable[Pending]) -> bytes:
+    """Length and JSON header, filled up with spaces so that the data begins at a multiple of 8."""
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for p in ordered:
+        start, end = end, end + p.nbytes
+        header[p.name] = {"dtype": DTYPES[p.dtype], "shape": list(p.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text

@@ -24,7 +24,7 @@ from torch import Tensor
 from rille.model.checkpoint import save_model
 from rille.model.locate import checkpoint_name, step_checkpoints
 from rille.model.publish import publishing
-from rille.model.shards import save_shard
+from rille.model.shards import Pending, save_shard
 from rille.train.config import check_resumable, settings
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def save_checkpoint(run: Run) -> Path:
     with publishing(path) as directory:
         save_model(run.model, directory, tokenizer=run.tokenizer)
         (directory / "training").mkdir()
-        save_shard(dict(_tensors(run)), directory / TENSORS)
+        save_shard([Pending.of(name, tensor) for name, tensor in _tensors(run)], directory / TENSORS)
         numbers = {"step": run.step, "loader": run.loader.state(), "settings": settings(run.config)}
         (directory / NUMBERS).write_text(json.dumps(numbers, indent=1), encoding="utf-8")
     for _, old in step_checkpoints(out)[: -run.config.keep]:

@@ -2,7 +2,11 @@
 
 import json
 import shutil
+import subprocess
+import sys
 import weakref
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +17,7 @@ from rille.model.checkpoint import load_model, save_model
 from rille.model.config import K3Config
 from rille.model.model import new_model
 from rille.model.presets import preset
-from rille.model.shards import CheckpointError, read_headers, save_shard
+from rille.model.shards import DTYPES, CheckpointError, Pending, read_headers, save_shard
 from tests.model.oracle import ORACLE
 
 SHARDS = ("model-00001-of-000002.safetensors", "model-00002-of-000002.safetensors")
@@ -255,7 +259,7 @@ def test_a_save_that_dies_leaves_the_old_checkpoint(copy, monkeypatch):
     def full_disk(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("rille.model.shards.save_file", full_disk)
+    monkeypatch.setattr("rille.model.shards._header_bytes", full_disk)
     with pytest.raises(OSError, match="No space"):
         save_model(model, copy)
     assert all(torch.equal(t, before[n]) for n, t in tensors(copy).items())
@@ -292,16 +296,69 @@ def test_shards_are_cut_between_layers(tmp_path, monkeypatch):
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors(tmp_path / "m").values())
 
 
-def test_one_shard_at_a_time_is_in_memory(tmp_path, monkeypatch):
-    """Saving makes a shard only when the one before it is gone."""
+def test_one_tensor_at_a_time_is_in_memory(tmp_path, monkeypatch):
+    """Saving makes a tensor only when the one before it is written and gone."""
     alive: list[weakref.ref] = []
 
-    def watched(tensors, path):
-        assert not any(reference() is not None for reference in alive), "an earlier shard is still held"
-        alive.extend(weakref.ref(tensor) for tensor in tensors.values())
-        save_shard(tensors, path)
+    def watched(pending, path):
+        def watch(make):
+            assert all(reference() is None for reference in alive), "an earlier tensor is still held"
+            tensor = make()
+            if tensor.untyped_storage().data_ptr() not in own:
+                alive.append(weakref.ref(tensor))
+            return tensor
 
-    monkeypatch.setattr("rille.model.checkpoint.SHARD_BYTES", 100_000)
+        save_shard([replace(p, make=partial(watch, p.make)) for p in pending], path)
+
     monkeypatch.setattr("rille.model.checkpoint.save_shard", watched)
-    save_model(load_model(ORACLE), tmp_path / "again")
-    assert len(list((tmp_path / "again").glob("*.safetensors"))) > 5
+    loaded = load_model(ORACLE)
+    own = {parameter.untyped_storage().data_ptr() for parameter in loaded.parameters()}
+    for experts in ("bf16", "mxfp4", "keep"):
+        save_model(loaded, tmp_path / experts, experts=experts)
+    assert len(alive) > 3 * 60
+
+
+MEMORY = """
+import sys, torch
+from pathlib import Path
+from rille import new_model, preset, save_model
+
+sizes = dict(hidden_size=256, vocab_size=16384, num_experts=32, expert_width=256, latent_width=128)
+model = new_model(preset("tiny").replace(**sizes))
+Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+status = lambda key: int(Path("/proc/self/status").read_text().split(key)[1].split()[0]) * 1024
+before = status("VmRSS:")
+save_model(model, sys.argv[1], experts=sys.argv[2])
+parameters = list(model.parameters())
+print(status("VmHWM:") - before, sum(p.nbytes for p in parameters), max(p.nbytes for p in parameters))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux's /proc")
+@pytest.mark.parametrize("experts", ["keep", "mxfp4"])
+def test_what_saving_takes_in_memory(tmp_path, experts):
+    """At most a twentieth of the model and one tensor, although the whole model is one shard."""
+    command = [sys.executable, "-c", MEMORY, str(tmp_path / "m"), experts]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    peak, model, largest = map(int, printed.split())
+    shard = (tmp_path / "m" / "model-00001-of-000001.safetensors").stat().st_size
+    assert model > 1e8 and shard > 0.05 * model + largest, "too small to tell"
+    assert peak <= 0.05 * model + largest
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, None])
+def test_shards_are_the_library_s_byte_for_byte(tmp_path, dtype):
+    """Scalars, empty tensors, names that JSON escapes, transposed ones; all dtypes in one file where dtype is None."""
+    held = {}
+    for number, one in enumerate([dtype] if dtype else DTYPES):
+        values = (torch.arange(24).view(4, 6) + number).to(one)
+        held |= {f"{one}.m": values, f"{one}.t": values.T, f"{one}.scalar": values[1, 2], f"a{one}": values[:0]}
+    held['quoted "\u00e9" \\ name'] = torch.ones(3)
+    save_shard([Pending.of(name, tensor) for name, tensor in held.items()], tmp_path / "ours")
+    save_file(
+        {name: t.clone(memory_format=torch.contiguous_format) for name, t in held.items()},
+        tmp_path / "theirs",
+        metadata={"format": "pt"},
+    )
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    assert all(torch.equal(t, held[name]) for name, t in load_file(tmp_path / "ours").items())
