@@ -37,7 +37,7 @@ def generate(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int | None = None,
-    stop_ids: Iterable[int] = (),
+    stop_ids: Iterable[int] | Tensor = (),
     images: PatchedImages | None = None,
 ) -> Tensor:
     """The continuation of a prompt: int64 [n] on the CPU, n <= max_new_tokens, without the prompt.
@@ -62,7 +62,7 @@ def stream(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int | None = None,
-    stop_ids: Iterable[int] = (),
+    stop_ids: Iterable[int] | Tensor = (),
     images: PatchedImages | None = None,
 ) -> Iterator[int]:
     """As `generate`, each id as soon as it is known. The arguments are checked at the call; only whether the images fit
@@ -138,7 +138,7 @@ def check_sampling(max_new_tokens: int, temperature: float, top_p: float, seed: 
         as_seed(seed)
 
 
-def as_stop_ids(stop_ids: Iterable[int], vocab_size: int) -> frozenset[int]:
+def as_stop_ids(stop_ids: Iterable[int] | Tensor, vocab_size: int) -> frozenset[int]:
     """The ids that end a continuation. Raises ValueError for what is no collection of the vocabulary's ids."""
     if isinstance(stop_ids, str | bytes) or not isinstance(stop_ids, Iterable):
         raise ValueError(f"stop_ids is {kind(stop_ids)}; it must be a collection of token ids, such as (5,)")

@@ -4,13 +4,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 import rille
-from rille.model.model import new_model
+from rille.model.model import K3, new_model
 from rille.serve.generate import Sampler, generate, nucleus, prompt_ids, stream
+from rille.serve.session import Session
+from rille.text.images import ImageConfig
 from rille.text.tokenizer import train_tokenizer
 from tests.train.small import MODEL
+
+ORACLE = Path(__file__).resolve().parents[1] / "fixtures" / "oracle"
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +41,8 @@ def test_greedy_equals_recomputation(model, length):
 
 
 def test_the_released_model_continues_the_same():
-    oracle = Path(__file__).resolve().parents[1] / "fixtures" / "oracle"
-    io = load_file(oracle / "text_io.safetensors")
-    new = generate(rille.load_model(oracle), io["input_ids"][0].long(), 16)
+    io = load_file(ORACLE / "text_io.safetensors")
+    new = generate(rille.load_model(ORACLE), io["input_ids"][0].long(), 16)
     assert new.tolist() == io["greedy_next_16"].tolist()
 
 
@@ -119,23 +123,100 @@ def test_small_temperature_and_top_p_become_greedy(model):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"max_new_tokens": -1}, "max_new_tokens is -1"),
+        ({"max_new_tokens": -1}, "max_new_tokens is -1; it must be at least 0"),
+        ({"max_new_tokens": 2.0}, "max_new_tokens is float 2.0; it must be a whole number"),
+        ({"max_new_tokens": None}, "max_new_tokens is None"),
+        ({"max_new_tokens": "5"}, "max_new_tokens is str '5'"),
         ({"temperature": -0.1}, r"temperature is -0\.1"),
         ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": float("inf")}, "temperature is inf"),
+        ({"temperature": 1e-45}, "temperature is 1e-45; below 1e-06 give 0"),
+        ({"temperature": "1"}, "temperature is str '1'; it must be a number"),
+        ({"temperature": None}, "temperature is None"),
         ({"top_p": 0.0}, r"top_p is 0\.0"),
         ({"top_p": 1.1}, r"top_p is 1\.1"),
+        ({"top_p": float("nan")}, "top_p is nan"),
+        ({"top_p": "a"}, "top_p is str 'a'"),
         ({"seed": -1}, "seed is -1"),
+        ({"seed": 1.5}, "seed is float 1.5"),
         ({"seed": 2**63}, "seed is 9223372036854775808"),
+        ({"stop_ids": 5}, r"stop_ids is int 5; it must be a collection of token ids, such as \(5,\)"),
+        ({"stop_ids": None}, "stop_ids is None"),
+        ({"stop_ids": "5"}, "stop_ids is str '5'"),
+        ({"stop_ids": [1.5]}, "an id of stop_ids is float 1.5"),
+        ({"stop_ids": [320]}, "an id of stop_ids is 320; it must be at least 0 and at most 319"),
+        ({"stop_ids": [-1]}, "an id of stop_ids is -1"),
         ({"tokens": torch.empty(0, dtype=torch.int64)}, "the prompt has no tokens"),
         ({"tokens": torch.tensor([5, 320])}, r"ids run from 5 to 320, the vocabulary has 0\.\.319"),
         ({"tokens": torch.tensor([-1])}, "ids run from -1"),
         ({"tokens": torch.tensor([1.0])}, "must be int64"),
+        ({"tokens": torch.tensor([[1]])}, r"int64 tensor of shape \[1, 1\]"),
+        ({"tokens": torch.tensor(1)}, r"int64 tensor of shape \[\]"),
+        ({"tokens": [1]}, "tokens must be an int64 tensor"),
+        ({"model": None}, "model must be a K3 model"),
     ],
 )
 def test_what_is_refused(model, arguments, message):
-    arguments = {"tokens": torch.tensor([1]), "max_new_tokens": 2, **arguments}
-    with pytest.raises(ValueError, match=message):
-        generate(model, **arguments)
+    """At the call, before the first id is asked for."""
+    arguments = {"model": model, "tokens": torch.tensor([1]), "max_new_tokens": 2, **arguments}
+    for call in (generate, stream):
+        with pytest.raises(ValueError, match=message):
+            call(**arguments)
+
+
+def test_a_part_of_a_model_is_refused():
+    part: K3 = K3(MODEL, dtype=torch.float32, device="cpu", layers=range(1))
+    with pytest.raises(ValueError, match=r"holds layers range\(0, 1\) of"):
+        generate(part, torch.tensor([1]), 2)
+
+
+@pytest.fixture(scope="module")
+def seeing():
+    """The released model with its tower, and a prompt of the vocabulary's own media tokens."""
+    model = rille.load_model(ORACLE)
+    assert model.config.vision is not None and model.config.media_pad_id is not None
+    pictures = [picture((90, 60), 1), picture((30, 85), 2)]
+    config = ImageConfig(patch=model.config.vision.patch_size, merge=model.config.vision.merge[0])
+    media = model.config.media_pad_id
+    return model, torch.tensor([5, media, 9, 11, media, 3]), rille.preprocess_images(pictures, config)
+
+
+def picture(size, seed):
+    pixels = torch.randint(0, 256, (size[1], size[0], 3), generator=torch.Generator().manual_seed(seed))
+    return Image.fromarray(pixels.to(torch.uint8).numpy())
+
+
+def test_pictures_equal_recomputation(seeing):
+    """The ids are those of the text; a picture's rows are in the memory alone."""
+    model, prompt, images = seeing
+    tokens = prompt
+    for _ in range(8):
+        tokens = torch.cat([tokens, model.logits(tokens, images=images)[-1:].argmax(-1)])
+    new = generate(model, prompt, 8, images=images)
+    assert torch.equal(new, tokens[len(prompt) :])
+    assert list(stream(model, prompt, 8, images=images)) == new.tolist()
+    assert not torch.equal(new, generate(model, prompt, 8))  # without them a media token is a token like any other
+    swapped = rille.preprocess_images([picture((90, 60), 3), picture((30, 85), 4)])
+    first = model.logits(prompt, images=images, rows=[-1])
+    assert not torch.equal(first, model.logits(prompt, images=swapped, rows=[-1]))
+
+
+def test_a_conversation_says_the_same(seeing):
+    model, prompt, images = seeing
+    session = Session(model)
+    logits, new = session.read(prompt.tolist(), [images]), []
+    for _ in range(8):
+        new.append(int(logits.argmax()))
+        logits = session.extend(new[-1])
+    assert new == generate(model, prompt, 8, images=images).tolist()
+
+
+def test_pictures_that_do_not_fit(seeing):
+    model, prompt, images = seeing
+    with pytest.raises(ValueError, match="1 media tokens"):
+        generate(model, prompt[:3], 2, images=images)
+    with pytest.raises(ValueError, match="images must come from rille.preprocess_images"):
+        generate(model, prompt, 2, images=[Image.new("RGB", (4, 4))])  # type: ignore[arg-type]
 
 
 def test_no_new_tokens(model):
