@@ -1,0 +1,143 @@
+"""Launches of the latent kernels, registered with torch so that compiled models see one op.
+
+Sequences with few new tokens are split along their cached rows, longer ones (a chunk of a prompt) are not: they have
+tiles enough. What fixes a sequence's bits is `Plan`, which depends on the heads, the cache's room and the bound on new
+tokens, never on how many sequences there are or how long the others are.
+
+Suffixes: N packed tokens, S sequences, H heads, R cached row width, V value columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from rille.ops.mla import decode_kernels
+from rille.ops.mla.cache import LatentCache
+from rille.ops.mla.launch import LOG2E, interpreting
+from rille.ops.mla.tiles import cover
+from rille.packing import Packing
+
+SHORT = 16  # new tokens of a sequence up to which its cached rows are split among programs
+MOST_SPLITS = 64
+WHOLE_SEQUENCE = 2**30
+WIDEST_VALUE, WIDEST_REST = 512, 256
+BLOCK, TAIL = 64, 16  # cached rows of a step, and of a step over the last rows
+
+
+class Plan(NamedTuple):
+    """Rows (tokens times heads) of a tile, cached rows of a split, whether the cached rows are on the left, warps."""
+
+    ROWS: int
+    SPLIT: int
+    FEW: bool
+    warps: int = 8
+    stages: int = 2
+
+
+def plan(H: int, tokens: int, room: int, scaled: bool) -> Plan:
+    """tokens: the most new ones of a sequence; room: cached rows that a sequence can have."""
+    few = H * tokens <= 32 and not scaled  # rows on the left come from shared memory, which holds no widened fp8
+    ROWS = 64 if not few else cover(H * tokens)
+    if tokens > SHORT:
+        return Plan(ROWS, WHOLE_SEQUENCE, few)
+    least = -(-room // MOST_SPLITS)
+    return Plan(ROWS, max(1024 if few else 2048, 1 << (least - 1).bit_length()), few)
+
+
+def unsupported(q_NHR: Tensor, cache: LatentCache, value_width: int, scale: float) -> str:
+    """Why the kernels cannot run, or an empty string."""
+    pool, R = cache.pool, cache.pool.shape[2]
+    if not (q_NHR.is_cuda or interpreting()):
+        return f"the tensors are on {q_NHR.device.type}"
+    wide = (torch.bfloat16, torch.float16, *((torch.float32,) if interpreting() else ()))
+    if q_NHR.dtype not in wide or pool.dtype not in (q_NHR.dtype, torch.float8_e4m3fn):
+        return f"the kernels take bf16 or fp16 queries and rows alike, or rows in e4m3, not {q_NHR.dtype}, {pool.dtype}"
+    rest, most = R - value_width, f"{WIDEST_VALUE} + {WIDEST_REST}"
+    if value_width % 16 or rest % 16 or value_width > WIDEST_VALUE or rest > WIDEST_REST:
+        return f"the kernels take multiples of 16 up to {most} channels, not {value_width} + {rest}"
+    if pool.stride()[1:] != (R, 1) or pool.stride(0) * pool.element_size() % 16 or pool.data_ptr() % 16:
+        return f"the kernels read pages without gaps at multiples of 16 bytes, not strides {pool.stride()}"
+    if not scale > 0:
+        return f"the kernels take a positive scale, not {scale}"
+    return ""
+
+
+def latent_attention(q_NHR: Tensor, cache: LatentCache, packing: Packing, scale: float, value_width: int) -> Tensor:
+    N, H, _ = q_NHR.shape
+    out_NHV = torch.empty(N, H, value_width, dtype=torch.float32, device=q_NHR.device)
+    for tokens, members in classes(packing):
+        p = plan(H, tokens, cache.table.shape[1] * cache.page_rows, cache.scales is not None)
+        latent_op(
+            q_NHR, cache.pool, cache.scales, cache.table, packing.starts, packing.history, members, out_NHV, tokens,
+            scale, *p,
+        )  # fmt: skip
+    return out_NHV
+
+
+def classes(packing: Packing) -> list[tuple[int, Tensor]]:
+    """The sequences with few new tokens and those with more, and the most that one has. A power of two, so that a
+    change of the longest within a power changes neither launch nor bits."""
+    name = "latent classes"
+    if name not in packing.derived:
+        found = []
+        for low, high in ((0, SHORT), (SHORT, WHOLE_SEQUENCE)):
+            members = [s for s, length in enumerate(packing.lengths) if low < length <= high]
+            if members:
+                longest = max(packing.lengths[s] for s in members)
+                members = torch.tensor(members, dtype=torch.int32).to(packing.device)
+                found.append((1 << (longest - 1).bit_length(), members))
+        packing.derived[name] = found
+    return packing.derived[name]
+
+
+@torch.library.custom_op("rille::latent_attention", mutates_args=("out",))
+def latent_op(
+    q: Tensor, pool: Tensor, scales: Tensor | None, table: Tensor, starts: Tensor, history: Tensor, members: Tensor,
+    out: Tensor, tokens: int, scale: float, ROWS: int, SPLIT: int, FEW: bool, warps: int, stages: int,
+) -> None:  # fmt: skip
+    """The rows of out [N, H, V] that belong to the members, each with up to `tokens` new tokens."""
+    (N, H, R), V, (pages, page_rows, _) = q.shape, out.shape[2], pool.shape
+    splits = -(-table.shape[1] * page_rows // SPLIT)
+    tiles, most_rows, count = -(-H * tokens // ROWS), H * tokens, members.shape[0]
+    if not (N and H and splits):
+        return
+    o, lse = out, None
+    if splits > 1:
+        o = torch.empty(count, splits, most_rows, V, dtype=torch.float32, device=q.device)
+        lse = torch.empty(count, splits, most_rows, dtype=torch.float32, device=q.device)
+    q, A, B = q.contiguous(), cover(V), cover(R - V) if R > V else 0
+    whole = page_rows % BLOCK == 0
+    blocks = [(q.view(1, N * H, R), ROWS, True), (pool, BLOCK, whole)]
+    descriptors = [
+        described(x, first, width, rows, cover(width)) if wanted and width else None
+        for x, rows, wanted in blocks
+        for first, width in ((0, V), (V, R - V))
+    ]
+    strides = (0, 0) if scales is None else scales.expand(pages, page_rows).stride()
+    launch: Any = decode_kernels.latent_kernel[(tiles * splits, count)]
+    launch(
+        *descriptors, pool, scales, table.contiguous(), starts, history, members, o, lse, pool.stride(0), *strides,
+        table.shape[1], H, tiles, splits, most_rows, scale * LOG2E, VALUE=V, R=R, A=A, B=B, PAGE=page_rows, ROWS=ROWS,
+        BLOCK=BLOCK, TAIL=TAIL, SPLIT=SPLIT, WHOLE=whole, FEW=FEW, UPCAST=interpreting(), num_warps=warps,
+        num_stages=stages,
+    )  # fmt: skip
+    if lse is not None:
+        merge: Any = decode_kernels.merge_kernel[(most_rows, count)]
+        merge(o, lse, starts, history, members, out, H, splits, most_rows, VALUE=V, A=A, SPLIT=SPLIT, num_warps=4)
+
+
+def described(x: Tensor, first: int, channels: int, rows: int, width: int) -> TensorDescriptor:
+    """Some channels of [pages, rows, R], in blocks of `rows` rows of one page."""
+    part = x[..., first : first + channels]
+    return TensorDescriptor(part, list(part.shape), list(part.stride()), [1, rows, width])
+
+
+@latent_op.register_fake
+def _(
+    q, pool, scales, table, starts, history, members, out, tokens, scale, ROWS, SPLIT, FEW, warps, stages
+) -> None:  # fmt: skip
+    return None
