@@ -13,29 +13,25 @@ Variants are other block sizes. The tables come last; FOLDER/mla_*.json hold the
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton
+from mla_latents import gate_latents, time_latents
+from mla_report import Report, attempted, distance, milliseconds, print_tables, replayed
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from triton.errors import TritonError
 
-from rille.ops.mla import LatentCache, attention, decode_launch, gated_attention, latent_attention, launch, library
+from rille.ops.mla import attention, gated_attention, launch, library
 from rille.ops.mla.tiles import Blocks, key_tiles, query_tiles
 from rille.packing import Packing
 
-K, V, R, LATENT, PAGE = 192, 128, 576, 512, 64
+K, V = 192, 128
 BF16 = torch.bfloat16
-FAULTS = (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError, AssertionError, TritonError)
 MIXED = (1300, 547, 2048, 963, 271, 3063)
 CASES = {
     "B4 T4096 H8": ((4096,) * 4, 8),
@@ -47,72 +43,6 @@ CASES = {
 FORWARD = [Blocks(128, 128, 8, 2), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 3)]
 QUERIES = [Blocks(128, 64, 8, 2), Blocks(128, 32, 8, 3), Blocks(64, 64, 4, 2)]
 KEYS = [Blocks(128, 32, 8, 2), Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 2)]
-DECODE = [(32, 1, 4), (32, 1, 16), (32, 1, 24), (32, 1, 96), (32, 4, 16), (32, 4, 96), (1, 1, 16), (1, 1, 96)]
-CONTEXT = 32768
-
-
-class Report:
-    """Rows as they are measured, written at once."""
-
-    def __init__(self, path: Path, part: str) -> None:
-        self.path, self.rows, self.failed, self.complete = path / f"mla_{part}.json", [], [], False
-        self.started = time.time()
-        self.versions = {"device": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d %H:%M")}
-        self.versions |= {name: version(name) for name in ("torch", "triton")}
-
-    def add(self, **row: Any) -> dict[str, Any]:
-        self.rows.append(row)
-        self.write()
-        print(f"  {time.time() - self.started:4.0f} s ", *(f"{n} {shown(x)}" for n, x in row.items()), flush=True)
-        return row
-
-    def write(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        held = {"complete": self.complete, "failed": self.failed, "rows": self.rows}
-        self.path.write_text(json.dumps({**self.versions, **held}, indent=1))
-
-    def gate(self, name: str, limit: float, **errors: float) -> None:
-        self.add(gate=name, **errors)
-        self.failed += [
-            f"{name}: {n} is off by {e:.2e}, at most {limit:.0e}" for n, e in errors.items() if not e <= limit
-        ]
-
-
-def shown(x: Any) -> str:
-    return f"{x:.4g}" if isinstance(x, float) else str(x)
-
-
-def distance(got: Tensor, want: Tensor) -> float:
-    return ((got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-30)).item()
-
-
-def milliseconds(call: Callable[[], Any], rep: int = 50) -> float:
-    return float(triton.testing.do_bench(call, warmup=10, rep=rep, return_mode="median"))
-
-
-def replayed(call: Callable[[], Any], rep: int = 50) -> float:
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return milliseconds(graph.replay, rep)
-
-
-def attempted(call: Callable[[], float]) -> float | str:
-    """What it measures, or the first line of why it cannot run."""
-    try:
-        return call()
-    except FAULTS as fault:
-        torch.cuda.empty_cache()
-        return (str(fault).strip().splitlines() or [type(fault).__name__])[0][:90]
-
-
-def copy_speed() -> float:
-    """Bytes read and written a millisecond by a device copy of 1 GiB."""
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * 2**30 / milliseconds(lambda: target.copy_(source))
 
 
 def draw(lengths: tuple[int, ...], H: int, k: int = K, v: int = V) -> tuple[list[Tensor], Packing]:
@@ -253,124 +183,6 @@ def time_kernels(report: Report, case: str, work: float, q: Tensor, k: Tensor, v
             speed = amount * work / ms * 1e-9 if isinstance(ms, float) else "-"
             report.add(case=case, kernel=constant.lower(), blocks=list(b), ms=ms, TFLOPs=speed)
         setattr(launch, constant, chosen)
-
-
-def caches(totals: list[int], page: int, narrow: bool = False) -> LatentCache:
-    """Filled at random in pages out of order; what no sequence owns is NaN."""
-    each = [-(-n // page) for n in totals]
-    generator = torch.Generator().manual_seed(1)
-    order = torch.randperm(sum(each) + 1, generator=generator)
-    table = torch.zeros(len(totals), max(each), dtype=torch.int64)
-    first = 0
-    for s, count in enumerate(each):
-        table[s, :count] = order[first : first + count]
-        first += count
-    kind = torch.float8_e4m3fn if narrow else BF16
-    pool = torch.full((sum(each) + 1, page, R), torch.nan, device="cuda", dtype=BF16).to(kind)
-    scales = torch.full((sum(each) + 1, page), torch.nan, device="cuda") if narrow else None
-    cache = LatentCache(pool, table.to("cuda"), scales)
-    for s, total in enumerate(totals):
-        rows = torch.randn(total, R, device="cuda").to(BF16)
-        LatentCache(pool, cache.table[s : s + 1], scales).write(rows, Packing.of([total], device="cuda"))
-    return cache
-
-
-def gate_latents(report: Report) -> None:
-    lengths, consumed = [1, 3, 0, 1, 2], [2500, 1022, 70, 63, 5]
-    for H, page, narrow in [(4, 64, False), (16, 64, False), (24, 48, False), (96, 64, False), (16, 64, True)]:
-        cache = caches([a + b for a, b in zip(lengths, consumed, strict=True)], page, narrow)
-        packing = Packing.of(lengths, consumed, device="cuda")
-        q = torch.randn(sum(lengths), H, R, device="cuda").to(BF16)
-        got = latent_attention(q, cache, packing, K**-0.5, LATENT, backend="triton")
-        want = latent_attention(q.double(), cache, packing, K**-0.5, LATENT, backend="torch")
-        report.gate(f"latents H{H} page {page}{' e4m3' if narrow else ''}", 1e-2, o=distance(got, want))
-    single = Packing.of([1] * 5, [2500, 1022, 69, 63, 5], device="cuda")
-    q = torch.randn(5, 16, R, device="cuda").to(BF16)
-    cache = caches([2501, 1023, 70, 64, 6], 64)
-    together = latent_attention(q, cache, single, K**-0.5, LATENT, backend="triton")
-    for s in range(5):
-        one = LatentCache(cache.pool, cache.table[s : s + 1])
-        alone = Packing.of([1], [single.consumed[s]], device="cuda")
-        got = latent_attention(q[s : s + 1], one, alone, K**-0.5, LATENT, backend="triton")
-        report.gate(
-            f"latents: sequence {s} alone and in a batch", 0.0, o=(got - together[s : s + 1]).abs().max().item()
-        )
-
-
-def time_latents(report: Report, variants: bool) -> None:
-    speed = copy_speed()
-    report.add(copy=speed * 1e-9)
-    cache = caches([CONTEXT] * 32, PAGE)
-    for B, tokens, H in DECODE:
-        one = LatentCache(cache.pool, cache.table[:B])
-        latents_row(report, speed, one, B, tokens, H, "")
-        if variants and B == 32 and tokens == 1 and H in (16, 96):
-            chosen = decode_launch.plan
-            p = chosen(H, tokens, CONTEXT, False)
-            for other in latent_variants(p):
-                decode_launch.plan = lambda *_, other=other: other
-                latents_row(report, speed, one, B, tokens, H, str(tuple(other)))
-            decode_launch.plan = chosen
-    del cache, one
-    torch.cuda.empty_cache()
-    cache = caches([CONTEXT] * 32, PAGE, narrow=True)
-    for H in (16, 96):
-        latents_row(report, speed, cache, 32, 1, H, "e4m3")
-
-
-def latent_variants(p: decode_launch.Plan) -> list[decode_launch.Plan]:
-    if p.FEW:
-        return [p._replace(SPLIT=2048), p._replace(warps=4), p._replace(ROWS=64, FEW=False)]
-    return [p._replace(SPLIT=4096), p._replace(stages=1)]
-
-
-def latents_row(report: Report, speed: float, cache: LatentCache, B: int, tokens: int, H: int, note: str) -> None:
-    packing = Packing.of([tokens] * B, [CONTEXT - tokens] * B, device="cuda")
-    q = torch.randn(B * tokens, H, R, device="cuda").to(BF16)
-    call = lambda: latent_attention(q, cache, packing, K**-0.5, LATENT, backend="triton")  # noqa: E731
-    with torch.no_grad():
-        ms = attempted(lambda: replayed(call))
-    row: dict[str, Any] = dict(decode=f"B{B} k{tokens} H{H}", note=note, ms=ms)
-    if isinstance(ms, float):
-        size = B * CONTEXT * (R * cache.pool.element_size() + (0 if cache.scales is None else 4))
-        row |= {"TB/s": size / ms * 1e-9, "of copy": size / ms / speed}
-        row["TFLOPs"] = 2.0 * B * tokens * H * CONTEXT * (R + LATENT) / ms * 1e-9
-    report.add(**row)
-
-
-def print_tables(folder: Path) -> int:
-    """The short tables, from what the parts have written; 1 where a gate failed or a part is missing."""
-    broken = 0
-    for part in ("packed", "latents"):
-        path = folder / f"mla_{part}.json"
-        if not path.exists():
-            print(f"{part}: no figures")
-            broken = 1
-            continue
-        report = json.loads(path.read_text())
-        rows = [row for row in report["rows"] if "gate" not in row]
-        print(f"\n{part}: {report['device']}, torch {report['torch']}, triton {report['triton']}; milliseconds")
-        for row in rows:
-            print(
-                " ",
-                *(f"{n} {shown(x)}" if n in ("ms", "TFLOPs", "of copy") else f"{shown(x):<24}" for n, x in row.items()),
-            )
-        print_ratios(rows)
-        ended = "passed" if report["complete"] else "UNFINISHED: the part stopped before its end"
-        print(f"gate of {part}:", "; ".join(report["failed"]) or ended)
-        broken |= bool(report["failed"]) or not report["complete"]
-    return broken
-
-
-def print_ratios(rows: list[dict[str, Any]]) -> None:
-    for case in dict.fromkeys(row["case"] for row in rows if "form" in row):
-        for way in ("forward", "with backward"):
-            found = {r["form"]: r[way] for r in rows if r.get("case") == case and isinstance(r.get(way), float)}
-            theirs = {n: ms for n, ms in found.items() if not n.startswith("ours")}
-            if theirs and "ours fp32" in found:
-                best = min(theirs, key=theirs.__getitem__)
-                print(f"  {case}, {way}: ours {found['ours fp32']:.3f}, {best} {theirs[best]:.3f}: "
-                      f"{theirs[best] / found['ours fp32']:.2f}x")  # fmt: skip
 
 
 def main() -> int:
