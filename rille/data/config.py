@@ -17,7 +17,8 @@ class DataConfig:
     """The text of a run. ValueError names any field that is out of range."""
 
     path: Annotated[str | None, arg(aliases=["--data"], metavar="PATH")] = None
-    """A text file, a folder, .jsonl[.xz|.zst] or .parquet; none: the standard library of the running Python."""
+    """A text file, a folder, .jsonl[.xz|.zst] or .parquet, or a set that `rille data build` made; none: the standard
+    library of the running Python."""
 
     max_bytes: int | None = 10_000_000
     """Read at most so many bytes of text, and say so when it cuts; none reads everything."""

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
@@ -30,6 +31,10 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rille.data.config import DataConfig
 from rille.data.sources import Document, Note, read_documents
 from rille.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+
+if TYPE_CHECKING:
+    from rille.data.built import BuiltText
+    from rille.data.loader import Loader
 
 MANIFEST = "corpus.json"
 SIDES = ("train", "held_out")
@@ -58,6 +63,17 @@ class TokenText:
         """Bytes of text behind all targets."""
         return int(self.byte_lengths[self.tokens[1:]].sum())
 
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """int64 [W]: how often each id is a target."""
+        return np.bincount(self.tokens[1:], minlength=len(self.byte_lengths))
+
+    def loader(self, batch_tokens: int, sequence_length: int, seed: int) -> Loader:
+        """Batches of this text; see `rille.data.loader`."""
+        from rille.data.loader import Loader
+
+        return Loader(self.tokens, self.boundaries, batch_tokens, sequence_length, seed)
+
     @property
     def bytes_per_token(self) -> float:
         """Bytes of text a target: bits per byte = nats a token / (ln 2 * bytes per token)."""
@@ -77,7 +93,7 @@ class Corpus:
 
     directory: Path
     tokenizer: Tokenizer
-    train: TokenText
+    train: TokenText | BuiltText
     held_out: TokenText
 
 
@@ -150,16 +166,14 @@ def split_documents(documents: Sequence[Document], held_out: float) -> tuple[lis
     return train, [Document(f"{source} from character {cut:,}", text[cut:])]
 
 
-def unigram_nats(train: TokenText, held_out: TokenText) -> float:
+def unigram_nats(train: TokenText | BuiltText, held_out: TokenText) -> float:
     """Cross-entropy in nats a token of held-out targets under the frequencies of the training targets.
 
     p(w) = (count(w) + 1) / (total + W): what a model that knows only how frequent tokens are would reach.
     """
     width = len(train.byte_lengths)
-    counts_W = np.bincount(train.tokens[1:], minlength=width)
-    held_counts_W = np.bincount(held_out.tokens[1:], minlength=width)
-    nats_W = math.log(train.num_targets + width) - np.log(counts_W + 1)
-    return float(held_counts_W @ nats_W / held_out.num_targets)
+    nats_W = math.log(train.num_targets + width) - np.log(train.counts + 1)
+    return float(held_out.counts @ nats_W / held_out.num_targets)
 
 
 def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:

@@ -144,10 +144,10 @@ def _sorted(files: list[Path], root: Path) -> list[Path]:
 
 
 def _read_folder(root: Path, max_bytes: int | None, skipped: Counter[str]) -> Iterator[Document]:
-    return _read_files(root, str(root), _files_below(root, skipped), max_bytes, skipped)
+    return _read_files(root, str(root), files_below(root, skipped), max_bytes, skipped)
 
 
-def _files_below(root: Path, skipped: Counter[str]) -> list[Path]:
+def files_below(root: Path, skipped: Counter[str]) -> list[Path]:
     """Files that may hold text, sorted by path; hidden ones, links to folders and special files are counted instead."""
     files = []
     for folder, subfolders, names in os.walk(root, onerror=_raise):
@@ -269,7 +269,7 @@ def _zstd_lines(file: Path) -> Iterator[bytes]:
     rest = b""
     try:
         with open(file, "rb") as stream:
-            for block in _zstd_blocks(stream, file, zstandard):
+            for block in zstd_blocks(stream, file, zstandard):
                 *lines, rest = (rest + block).split(b"\n")
                 yield from lines
     except zstandard.ZstdError as error:
@@ -278,7 +278,7 @@ def _zstd_lines(file: Path) -> Iterator[bytes]:
         yield rest
 
 
-def _zstd_blocks(stream: BinaryIO, file: Path, zstandard) -> Iterator[bytes]:
+def zstd_blocks(stream: BinaryIO, file: Path, zstandard) -> Iterator[bytes]:
     """Decompressed blocks of all frames. The library's own reader takes a frame that was cut short for a whole one."""
     window = 2**31  # archives made with --long
     frame = None

@@ -1,0 +1,266 @@
+"""Raw records out of sources, whatever state the sources are in, and the text out of a record.
+
+    source --read--> records (bytes) and faults --text_of--> a text, or the reason why there is none
+
+Reading never stops for bad data and never repairs it: what cannot be read is a `Fault` with a reason that can be
+counted by. Nothing longer than a limit is held in memory. A named path that is not there, or an extra that is not
+installed, is the user's mistake and raises.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+from rille.data.sources import KINDS, files_below, zstd_blocks
+
+JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst")
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record as it lies in its source. json: a line of JSON with the text in a field; else the text itself."""
+
+    source: str
+    content: bytes
+    json: bool
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What could not be read, and why, in words to count by."""
+
+    source: str
+    reason: str
+
+
+class Damaged(ValueError):
+    """An archive that ends early or does not decompress."""
+
+
+def read_records(path: str, *, field: str, max_bytes: int) -> Iterator[Record | Fault]:
+    """The records of a source, always in the same order.
+
+    path: a text file, a folder, .jsonl[.gz|.xz|.zst], .parquet or hf:DATASET[:SPLIT]. field: the column of tables.
+    max_bytes: longer records are faults. Raises ValueError for a path that does not exist or a missing library.
+    """
+    if path.startswith("hf:"):
+        yield from _read_hub(path.removeprefix("hf:"), field, max_bytes)
+        return
+    root = _existing(path)
+    if root.is_file():
+        yield from _read_file(root, root.name, field, max_bytes)
+        return
+    skipped: Counter[str] = Counter()
+    for file in files_below(root, skipped):
+        yield from _read_file(file, file.relative_to(root).as_posix(), field, max_bytes)
+    for reason, count in sorted(skipped.items()):
+        for _ in range(count):
+            yield Fault(path, reason)
+
+
+def source_state(path: str) -> list[list]:
+    """Names, sizes and times of change of a source's files: what tells that it is still the same.
+
+    Raises ValueError for a path that does not exist.
+    """
+    if path.startswith("hf:"):
+        return []
+    root = _existing(path)
+    files = [root] if root.is_file() else files_below(root, Counter())
+    return [[file.as_posix(), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+
+
+def _existing(path: str) -> Path:
+    if not Path(path).exists():
+        raise ValueError(f"{path} does not exist; give {KINDS}, .jsonl.gz, or hf:DATASET")
+    return Path(path)
+
+
+def text_of(record: Record, field: str) -> str | Fault:
+    """The record's text, exactly as it was written, or a fault. An empty text is a fault."""
+    if not record.json:
+        text = _decoded(record.content)
+    else:
+        text = _field_of(record.content, field)
+    if isinstance(text, Fault):
+        return Fault(record.source, text.reason)
+    if not text or text.isspace():
+        return Fault(record.source, "empty")
+    return text
+
+
+def _decoded(content: bytes) -> str | Fault:
+    if b"\0" in content:
+        return Fault("", "not text (zero bytes)")
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return Fault("", "not UTF-8")
+
+
+def _field_of(line: bytes, field: str) -> str | Fault:
+    try:
+        record = json.loads(line.decode())
+    except UnicodeDecodeError:
+        return Fault("", "not UTF-8")
+    except (ValueError, RecursionError):
+        return Fault("", "not JSON")
+    if not isinstance(record, dict) or field not in record:
+        return Fault("", f"no field {field!r}")
+    text = record[field]
+    if not isinstance(text, str):
+        return Fault("", f"field {field!r} is not a string")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return Fault("", "lone surrogate")
+    return text
+
+
+def _read_file(file: Path, label: str, field: str, max_bytes: int) -> Iterator[Record | Fault]:
+    name = file.name.lower()
+    if name.endswith(".parquet"):
+        yield from _read_parquet(file, label, field, max_bytes)
+    elif name.endswith(JSON_LINES):
+        yield from _read_lines(file, label, max_bytes)
+    elif file.stat().st_size > max_bytes:
+        yield Fault(label, f"longer than {max_bytes:,} bytes")
+    elif not file.stat().st_size:
+        yield Fault(label, "empty")
+    else:
+        yield Record(label, file.read_bytes(), json=False)
+
+
+def _read_lines(file: Path, label: str, max_bytes: int) -> Iterator[Record | Fault]:
+    number = 0
+    try:
+        for number, line in enumerate(limited_lines(_blocks(file), max_bytes), start=1):
+            if line is None:
+                yield Fault(f"{label}:{number}", f"longer than {max_bytes:,} bytes")
+            elif line.strip():
+                yield Record(f"{label}:{number}", line, json=True)
+            else:
+                yield Fault(f"{label}:{number}", "empty")
+    except Damaged as error:
+        yield Fault(f"{label} after line {number:,}", str(error))
+        return
+    if not number:
+        yield Fault(label, "empty")
+
+
+def limited_lines(blocks: Iterator[bytes], limit: int) -> Iterator[bytes | None]:
+    """Lines without their line feed; None for one that is longer than `limit`, of which no more is held than that."""
+    parts: list[bytes] = []
+    size = 0
+    for block in blocks:
+        *lines, rest = block.split(b"\n")
+        for line in lines:
+            size += len(line)
+            yield b"".join([*parts, line]) if size <= limit else None
+            parts, size = [], 0
+        size += len(rest)
+        if size <= limit:
+            parts.append(rest)
+        else:
+            parts = []
+    if size:
+        yield b"".join(parts) if size <= limit else None
+
+
+def _blocks(file: Path) -> Iterator[bytes]:
+    """Decompressed bytes of a file, block by block. Raises Damaged where the archive is not whole."""
+    name = file.name.lower()
+    if name.endswith(".zst"):
+        yield from _zstd(file)
+        return
+    opener = gzip.open if name.endswith(".gz") else lzma.open if name.endswith(".xz") else open
+    try:
+        with opener(file, "rb") as stream:
+            while block := stream.read(_BLOCK):
+                yield block
+    except EOFError:
+        raise Damaged("archive cut short") from None
+    except (lzma.LZMAError, gzip.BadGzipFile, zlib.error):
+        raise Damaged("archive damaged") from None
+
+
+def _zstd(file: Path) -> Iterator[bytes]:
+    try:
+        import zstandard
+    except ModuleNotFoundError:
+        raise ValueError(f"{file} needs zstandard to be read: pip install 'rille[data]'") from None
+    with open(file, "rb") as stream:
+        try:
+            yield from zstd_blocks(stream, file, zstandard)
+        except zstandard.ZstdError:
+            raise Damaged("archive damaged") from None
+        except ValueError:  # how the reader says that the last frame is not whole
+            raise Damaged("archive cut short") from None
+
+
+def _read_parquet(file: Path, label: str, field: str, max_bytes: int) -> Iterator[Record | Fault]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ModuleNotFoundError:
+        raise ValueError(f"{file} needs pyarrow to be read: pip install 'rille[data]'") from None
+    number = 0
+    with open(file, "rb") as stream:
+        try:
+            table = pyarrow.parquet.ParquetFile(stream)
+            if field not in table.schema_arrow.names:
+                yield Fault(label, f"no field {field!r}")
+                return
+            for batch in table.iter_batches(256, columns=[field]):
+                for text in batch.column(0):
+                    number += 1
+                    yield _cell(text, f"{label}:{number}", field, max_bytes)
+        except (pyarrow.ArrowException, OSError):
+            yield Fault(f"{label} after row {number:,}", "table damaged or cut short")
+            return
+    if not number:
+        yield Fault(label, "empty")
+
+
+def _cell(cell, source: str, field: str, max_bytes: int) -> Record | Fault:
+    """One cell of an arrow column, as bytes: what is no UTF-8 inside shows later."""
+    import pyarrow
+
+    if not (pyarrow.types.is_string(cell.type) or pyarrow.types.is_large_string(cell.type)):
+        return Fault(source, f"field {field!r} is not a string")
+    if not cell.is_valid or not cell.as_buffer().size:
+        return Fault(source, "empty")
+    if cell.as_buffer().size > max_bytes:
+        return Fault(source, f"longer than {max_bytes:,} bytes")
+    return Record(source, cell.as_buffer().to_pybytes(), json=False)
+
+
+def _read_hub(name: str, field: str, max_bytes: int) -> Iterator[Record | Fault]:
+    """A data set of the Hugging Face hub as a stream, or a folder that `save_to_disk` of its library wrote."""
+    try:
+        datasets = import_module("datasets")
+    except ModuleNotFoundError:
+        raise ValueError(f"hf:{name} needs the library datasets: pip install 'rille[hf]'") from None
+    identifier, _, split = name.partition(":")
+    if Path(identifier).is_dir():
+        rows = datasets.load_from_disk(identifier)
+        rows = rows[split or "train"] if isinstance(rows, datasets.DatasetDict) else rows
+    else:
+        rows = datasets.load_dataset(identifier, split=split or "train", streaming=True)
+    for number, row in enumerate(rows, start=1):
+        source, text = f"{identifier}:{number}", row.get(field) if isinstance(row, dict) else None
+        if not isinstance(text, str):
+            yield Fault(source, f"no field {field!r}" if text is None else f"field {field!r} is not a string")
+        elif len(content := text.encode(errors="surrogatepass")) > max_bytes:
+            yield Fault(source, f"longer than {max_bytes:,} bytes")
+        else:
+            yield Record(source, content, json=False)

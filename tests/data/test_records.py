@@ -1,0 +1,148 @@
+"""Whatever state a source is in, each record is read as it is or counted by the reason why not."""
+
+import gzip
+import json
+import lzma
+import tracemalloc
+from collections import Counter
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rille.data.records import Fault, Record, limited_lines, read_records, text_of
+
+LINES = [json.dumps({"text": f"line {i} of the file"}) for i in range(200)]
+
+
+def read(path: Path, limit: int = 10_000) -> tuple[list[str], Counter]:
+    """Texts, and reasons of what was not read."""
+    texts, reasons = [], Counter()
+    for record in read_records(str(path), field="text", max_bytes=limit):
+        text = text_of(record, "text") if isinstance(record, Record) else record
+        if isinstance(text, Fault):
+            reasons[text.reason] += 1
+        else:
+            texts.append(text)
+    return texts, reasons
+
+
+def pack(kind: str, content: bytes) -> bytes:
+    if kind == "zst":
+        return zstandard.ZstdCompressor().compress(content)
+    return {"gz": gzip.compress, "xz": lzma.compress}[kind](content)
+
+
+@pytest.mark.parametrize("kind", ["gz", "xz", "zst"])
+def test_whole_and_truncated_archives(kind: str, tmp_path: Path):
+    file = tmp_path / f"a.jsonl.{kind}"
+    whole = pack(kind, "\n".join(LINES).encode())
+    file.write_bytes(whole)
+    texts, reasons = read(file)
+    assert texts == [json.loads(line)["text"] for line in LINES]
+    assert not reasons
+    file.write_bytes(whole[: len(whole) // 2])
+    fewer, reasons = read(file)
+    assert fewer == texts[: len(fewer)]
+    assert reasons == {"archive cut short": 1}
+    file.write_bytes(b"no archive at all" * 9)
+    assert read(file) == ([], {"archive damaged": 1})
+
+
+def test_bad_lines_are_counted_and_the_others_kept(tmp_path: Path):
+    file = tmp_path / "a.jsonl"
+    rows = [
+        b'{"text": "good"}',
+        b'{"text": "\xff"}',
+        b"{broken",
+        b'{"other": 1}',
+        b'{"text": 5}',
+        b'{"text": "\\ud800"}',
+        b'{"text": "  "}',
+        b"",
+        b'{"text": "' + b"x" * 20_000 + b'"}',
+        b'{"text": "last, without a line feed"}',
+    ]
+    file.write_bytes(b"\n".join(rows))
+    texts, reasons = read(file)
+    assert texts == ["good", "last, without a line feed"]
+    assert reasons == {
+        "not UTF-8": 1,
+        "not JSON": 1,
+        "no field 'text'": 1,
+        "field 'text' is not a string": 1,
+        "lone surrogate": 1,
+        "empty": 2,
+        "longer than 10,000 bytes": 1,
+    }
+    assert len(texts) + sum(reasons.values()) == len(rows)
+
+
+def test_text_is_not_altered(tmp_path: Path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfa\r\nb  \n\n\n\n")
+    assert read(tmp_path / "a.txt")[0] == ["\ufeffa\r\nb  \n\n\n\n"]
+
+
+def test_folder_with_everything(tmp_path: Path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "a.txt").write_text("first")
+    (tmp_path / "b.jsonl").write_text('{"text": "second"}\n')
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "long.txt").write_text("y" * 20_000)
+    (tmp_path / ".hidden").write_text("no")
+    texts, reasons = read(tmp_path)
+    assert sorted(texts) == ["first", "second"]
+    assert reasons == {
+        "empty": 2,
+        "not text (zero bytes)": 1,
+        "not UTF-8": 1,
+        "longer than 10,000 bytes": 1,
+        "hidden": 1,
+    }
+
+
+def test_parquet(tmp_path: Path):
+    file = tmp_path / "a.parquet"
+    column = pyarrow.array(["one", None, "", "z" * 20_000, "two"])
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), file)
+    assert read(file) == (["one", "two"], {"empty": 2, "longer than 10,000 bytes": 1})
+    pyarrow.parquet.write_table(pyarrow.table({"text": [1, 2]}), file)
+    assert read(file) == ([], {"field 'text' is not a string": 2})
+    pyarrow.parquet.write_table(pyarrow.table({"words": ["a"]}), file)
+    assert read(file) == ([], {"no field 'text'": 1})
+    pyarrow.parquet.write_table(pyarrow.table({"text": LINES}), file)
+    file.write_bytes(file.read_bytes()[:-300])
+    assert read(file) == ([], {"table damaged or cut short": 1})
+
+
+def test_missing_path_is_the_users_mistake(tmp_path: Path):
+    with pytest.raises(ValueError, match="does not exist"):
+        list(read_records(str(tmp_path / "no"), field="text", max_bytes=10))
+
+
+@given(st.lists(st.binary(max_size=12), max_size=8), st.integers(1, 12), st.integers(1, 12))
+def test_lines_are_those_of_split(blocks: list[bytes], limit: int, size: int):
+    content = b"".join(blocks)
+    expected = content.split(b"\n")
+    expected = expected[:-1] if not expected[-1] else expected
+    expected = [line if len(line) <= limit else None for line in expected]
+    assert list(limited_lines(iter(blocks), limit)) == expected
+    cut = [content[i : i + size] for i in range(0, len(content), size)]
+    assert list(limited_lines(iter(cut), limit)) == expected
+
+
+def test_a_line_of_a_gigabyte_is_not_held():
+    block = b"x" * 1_000_000
+    tracemalloc.start()
+    lines = list(limited_lines((block for _ in range(1000)), 5_000_000))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert lines == [None]
+    assert peak < 30_000_000
