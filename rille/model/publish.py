@@ -30,8 +30,9 @@ def publishing(path: Path) -> Iterator[Path]:
     fresh.mkdir()
     try:
         yield fresh
-        _flush(fresh)
+        _flush(*fresh.rglob("*"), fresh)  # the bytes are durable before the name points to them
         _swap(fresh, path)
+        _flush(path.parent)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
 
@@ -46,10 +47,10 @@ def write_whole(path: Path, text: str) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _flush(directory: Path) -> None:
-    """Make the bytes durable before the name points to them."""
-    for file in (*directory.rglob("*"), directory):
-        descriptor = os.open(file, os.O_RDONLY)
+def _flush(*paths: Path) -> None:
+    """Make files and names in directories durable."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
@@ -63,8 +64,13 @@ def _swap(fresh: Path, path: Path) -> None:
     if sys.platform == "linux" and _exchange(fresh, path):
         return
     old = path.with_name(f".{path.name}.old-{os.getpid()}")
-    path.rename(old)
-    fresh.rename(path)
+    try:
+        path.rename(old)
+        fresh.rename(path)
+    except BaseException:
+        if old.exists() and not path.exists():
+            old.rename(path)
+        raise
     shutil.rmtree(old)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from rille.model.checkpoint import save_model
 from rille.model.locate import checkpoint_name, step_checkpoints
 from rille.model.publish import publishing
-from rille.model.shards import Pending, save_shard
+from rille.model.shards import Pending, save_shard, shorten
 from rille.train.config import check_resumable, settings
 
 if TYPE_CHECKING:
@@ -44,7 +44,9 @@ def save_checkpoint(run: Run) -> Path:
         numbers = {"step": run.step, "loader": run.loader.state(), "settings": settings(run.config)}
         (directory / NUMBERS).write_text(json.dumps(numbers, indent=1), encoding="utf-8")
     for _, old in step_checkpoints(out)[: -run.config.keep]:
-        shutil.rmtree(old)
+        doomed = old.with_name(f".{old.name}.old")  # so that one that is half removed is never taken for a whole one
+        old.rename(doomed)
+        shutil.rmtree(doomed)
     return path
 
 
@@ -56,6 +58,10 @@ def restore(run: Run, path: Path) -> None:
     numbers = read_numbers(path)
     check_resumable(numbers["settings"], settings(run.config), str(path))
     tensors = read_tensors(path)
+    wanted = {f"model.{name}": parameter.shape for name, parameter in run.model.named_parameters()}
+    wanted["random"] = torch.get_rng_state().shape
+    if wrong := [name for name, shape in wanted.items() if name not in tensors or tensors[name].shape != shape]:
+        raise damaged(path / TENSORS, path, f"absent or of another shape: {shorten(wrong)}")
     with torch.no_grad():
         for name, parameter in run.model.named_parameters():
             parameter.copy_(tensors[f"model.{name}"])
@@ -72,9 +78,13 @@ def read_numbers(path: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ValueError(f"{path} has no {NUMBERS}: it holds a model, not a run that can be continued")
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        numbers = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise damaged(file, path, error) from None
+        raise damaged(file, path, str(error)) from None
+    kinds = {"step": int, "loader": dict, "settings": dict}
+    if not isinstance(numbers, dict) or any(not isinstance(numbers.get(key), kind) for key, kind in kinds.items()):
+        raise damaged(file, path, f"it must hold {', '.join(kinds)}")
+    return numbers
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -82,17 +92,20 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path / TENSORS)
     except SafetensorError as error:
-        raise damaged(path / TENSORS, path, error) from None
+        raise damaged(path / TENSORS, path, str(error)) from None
 
 
-def damaged(file: Path, checkpoint: Path, error: Exception) -> ValueError:
-    return ValueError(f"{file} is damaged ({error}); remove {checkpoint} to go on from the checkpoint before it")
+def damaged(file: Path, checkpoint: Path, reason: str) -> ValueError:
+    return ValueError(f"{file} is damaged ({reason}); remove {checkpoint} to go on from the checkpoint before it")
 
 
 def remove_unfinished(out: Path) -> None:
-    """Delete what a killed run left of a checkpoint that it was writing."""
-    for partial in (*out.glob("checkpoints/.*step-*"), *out.glob(".model.*")):
-        shutil.rmtree(partial)
+    """Delete what a killed run left of what it was writing or removing."""
+    for left in (*out.glob("checkpoints/.*step-*"), *out.glob(".*.partial-*"), *out.glob(".*.old-*")):
+        if left.is_dir():
+            shutil.rmtree(left)
+        else:
+            left.unlink()
 
 
 def _tensors(run: Run) -> Iterator[tuple[str, Tensor]]:

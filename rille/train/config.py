@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import MISSING, asdict, dataclass, fields
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
 from rille.data.config import DataConfig
 from rille.model.config import K3Config
+from rille.model.vision_config import VisionConfig
 from rille.optim.config import OptimConfig
 
 # What may change when a run is resumed; everything else decides the numbers.
@@ -46,6 +49,9 @@ class TrainConfig:
     checkpoint_every: int = 100
     """Updates between two checkpoints; there is one after the last update too."""
 
+    mtp_weight: float = 0.0
+    """Of the loss of the layers that predict further tokens (model.mtp_layers), beside the next token's 1."""
+
     keep: int = 2
     """Checkpoints that are kept, the newest ones."""
 
@@ -59,12 +65,25 @@ class TrainConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed}; it must be at least 0 and below 2^63")
+        self._check_mtp()
         if not self.out:
             raise ValueError("out is empty; name a directory for the run")
         if self.data.vocab_size != self.model.vocab_size:
             raise ValueError(
                 f"data.vocab_size is {self.data.vocab_size} and model.vocab_size {self.model.vocab_size}; the model "
                 "reads what the tokenizer writes: set both to the same number"
+            )
+
+    def _check_mtp(self):
+        layers, weight = self.model.mtp_layers, self.mtp_weight
+        if not (isfinite(weight) and weight >= 0):
+            raise ValueError(f"mtp_weight is {weight}; it must be a number of at least 0")
+        if weight > 0 and not layers:
+            raise ValueError(f"mtp_weight is {weight}, but the model has no MTP layer; give --model.mtp-layers 1")
+        if layers and weight == 0:
+            raise ValueError(
+                f"model.mtp_layers is {layers} and mtp_weight 0: the layers would keep their random weights; give "
+                "--mtp-weight 0.3, or --model.mtp-layers 0"
             )
 
 
@@ -82,7 +101,7 @@ def settings(config: TrainConfig) -> dict[str, Any]:
 def _flat(values: dict[str, Any], prefix: str) -> list[tuple[str, Any]]:
     pairs: list[tuple[str, Any]] = []
     for name, value in values.items():
-        if isinstance(value, dict) and name in ("data", "optim", "model", "vision"):
+        if isinstance(value, dict) and prefix + name in PARTS:
             pairs += _flat(value, f"{prefix}{name}.")
         else:
             pairs.append((prefix + name, value))
@@ -90,11 +109,38 @@ def _flat(values: dict[str, Any], prefix: str) -> list[tuple[str, Any]]:
 
 
 def check_resumable(saved: dict[str, Any], now: dict[str, Any], place: str) -> None:
-    """Raise ValueError that lists the settings in which a run differs from its checkpoint, but for FREE_ON_RESUME."""
-    names = [name for name in {**saved, **now} if name not in FREE_ON_RESUME and saved.get(name) != now.get(name)]
+    """Raise ValueError that lists the settings in which a run differs from its checkpoint, but for FREE_ON_RESUME.
+
+    A setting that the checkpoint does not know is newer than it and stood at its default then; one that is unknown
+    here is a difference.
+    """
+    saved = {name: value for name, value in _defaults(TrainConfig, "", saved) if name in now} | saved
+    names = [name for name in {**saved, **now} if name not in FREE_ON_RESUME and not _equal(name, saved, now)]
     if names:
-        listed = "; ".join(f"{name} {saved.get(name)}, now {now.get(name)}" for name in names[:8])
+        listed = "; ".join(f"{name} {_shown(name, saved)}, now {_shown(name, now)}" for name in names[:8])
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         raise ValueError(
             f"{place} is of a run with other settings: {listed}{more}. Resume with the same, or give another out"
         )
+
+
+def _equal(name: str, saved: dict[str, Any], now: dict[str, Any]) -> bool:
+    return name in saved and name in now and saved[name] == now[name]
+
+
+def _shown(name: str, values: dict[str, Any]) -> str:
+    return str(values[name]) if name in values else "unknown"
+
+
+def _defaults(kind: type, prefix: str, saved: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Dotted name and default of every setting that has one, but not of an optional part that was absent."""
+    for field in fields(kind):
+        name = prefix + field.name
+        if name in PARTS and (field.default is not None or any(key.startswith(f"{name}.") for key in saved)):
+            yield from _defaults(PARTS[name], f"{name}.", saved)
+        elif name not in PARTS and field.default is not MISSING:
+            yield name, json.loads(json.dumps(field.default))
+
+
+# Where the settings of a run have settings of their own.
+PARTS: dict[str, type] = {"data": DataConfig, "optim": OptimConfig, "model": K3Config, "model.vision": VisionConfig}

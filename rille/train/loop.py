@@ -1,6 +1,6 @@
 """The training loop: six calls a step.
 
-    g = (1 / targets) sum over batches of d loss / d x        loss = sum of -log p(target)
+    g = (1 / targets) sum over batches of d loss / d x        loss: sums of -log p(target), see `losses.py`
     x = optimiser(x, clip(g)),   then each router's bias from the step's loads (Quantile Balancing)
 
 `pretrain.py` sets a run up; whatever may be swapped is a field of `Run`.
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rille.data.loader import Batch, Loader
+from rille.data.mixed_loader import MixedLoader
 from rille.model.balance import Counts, load_violation, update_biases
 from rille.model.mla import MLA
 from rille.model.model import K3
@@ -27,7 +28,7 @@ from rille.optim.schedules import learning_rate
 from rille.text.tokenizer import Tokenizer
 from rille.train.checkpoint import save_checkpoint
 from rille.train.config import TrainConfig
-from rille.train.losses import mean_loss, next_token_loss
+from rille.train.losses import all_losses, mean_loss, weighted
 from rille.train.metrics import Logger
 from rille.train.stopping import Diverged, Interrupted, Stop
 
@@ -39,7 +40,7 @@ class Run:
     config: TrainConfig
     model: K3
     optimizer: torch.optim.Optimizer
-    loader: Loader
+    loader: Loader | MixedLoader
     held_out: Callable[[], Sequence[Batch]]
     tokenizer: Tokenizer
     loggers: Sequence[Logger] = ()
@@ -49,12 +50,17 @@ class Run:
 
 @dataclass(eq=False)
 class Work:
-    """What one step has computed so far. loss: the sum over targets, after `reduce` the mean."""
+    """What one step has computed so far. loss: the sum over targets, after `reduce` the mean.
+
+    mtp_loss, mtp_targets: the same of all MTP layers together.
+    """
 
     started: float
     loss: Tensor
     targets: int
     counts: Counts
+    mtp_loss: Tensor
+    mtp_targets: int = 0
     learning_rate: float = 0.0
     gradient_norm: float = 0.0
 
@@ -82,18 +88,23 @@ def next_batches(run: Run) -> list[Batch]:
 def forward_backward(run: Run, batches: list[Batch]) -> Work:
     """Gradients of the summed loss, added up over the batches."""
     counts = Counts(attention=run.config.optim.qk_clip is not None)
-    work = Work(perf_counter(), torch.zeros((), device=run.model.device), 0, counts)
+    none = torch.zeros((), device=run.model.device)
+    work = Work(perf_counter(), none.clone(), 0, counts, none.clone())
     for batch in batches:
-        result = next_token_loss(run.model, batch, work.counts)
-        result.loss_sum.backward()
-        work.loss += result.loss_sum.detach()
-        work.targets += int(result.count)
+        next_token, *further = losses = all_losses(run.model, batch, work.counts)
+        weighted(losses, run.config.mtp_weight).backward()
+        work.loss += next_token.loss_sum.detach()
+        work.targets += int(next_token.count)
+        for loss in further:
+            work.mtp_loss += loss.loss_sum.detach()
+            work.mtp_targets += int(loss.count)
     return work
 
 
 def reduce(run: Run, work: Work) -> None:
     """Sums become means over all targets of the step. (Sums over devices belong here too: there is one.)"""
     work.loss /= work.targets
+    work.mtp_loss /= max(work.mtp_targets, 1)
     for parameter in run.model.parameters():
         if parameter.grad is not None:
             parameter.grad /= work.targets
@@ -139,6 +150,8 @@ def log(run: Run, work: Work) -> None:
         "gradient_norm": work.gradient_norm,
         "expert_load_violation": max((load_violation(load_E) for load_E in work.counts.load.values()), default=0.0),
     }
+    if work.mtp_targets:
+        values["mtp_loss"] = float(work.mtp_loss)
     if work.counts.largest:
         values["largest_attention_logit"] = max(float(largest_H.max()) for largest_H in work.counts.largest.values())
     if run.step % run.config.eval_every == 0 or run.step == run.config.steps:

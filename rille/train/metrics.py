@@ -1,12 +1,12 @@
 """Where a run's numbers go. A logger has one method; a run has as many loggers as it likes.
 
     metrics.jsonl    one JSON object a step: step, loss, held_out_loss where measured, tokens_per_second, learning_rate,
-                     gradient_norm, expert_load_violation
+                     gradient_norm, expert_load_violation; mtp_loss and largest_attention_logit where asked for
     tensorboard/     the same numbers as scalars
     the terminal     a progress bar, or a line now and then where output is not a terminal
 
-Loss and held_out_loss are nats a token. gradient_norm is taken before clipping. expert_load_violation is max load /
-mean load - 1 of the worst layer: 0 is a perfect balance.
+Losses are nats a token; mtp_loss is the mean over the MTP layers' own targets. gradient_norm is taken before clipping.
+expert_load_violation is max load / mean load - 1 of the worst layer: 0 is a perfect balance.
 """
 
 from __future__ import annotations
