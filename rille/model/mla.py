@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 from rille.model.allocate import Allocate
 from rille.model.config import K3Config
 from rille.model.context import Context
-from rille.ops.mla import attention, largest_logits, latent_attention
+from rille.ops.mla import attention, gated_attention, largest_logits, latent_attention
 from rille.ops.norm import rms_norm
 
 
@@ -43,18 +43,16 @@ class MLA(nn.Module):
 
     def forward(self, x_ND: Tensor, ctx: Context) -> Tensor:
         q_NHK = self._queries(x_ND)
+        gate_NHV = linear(x_ND, self.gate_proj).unflatten(-1, (q_NHK.shape[1], -1)) if self.gated else None
         latent_NR = ctx.shard.latents(self._latents(x_ND))
         if ctx.memory is None:
-            o_NHV = self._expanded(q_NHK, latent_NR, ctx)
+            o_NHV = self._expanded(q_NHK, latent_NR, gate_NHV, ctx)
         else:
             cache = ctx.memory.latents(self.layer)
             cache.write(latent_NR, ctx.packing)
             fresh = not any(ctx.packing.consumed)
-            o_NHV = self._expanded(q_NHK, latent_NR, ctx) if fresh else self._absorbed(q_NHK, ctx)
-        o_NC = o_NHV.flatten(1)  # fp32 until the gate has been applied: bf16 here rounds with a bias (report §2.1.2)
-        if self.gated:
-            o_NC = o_NC * torch.sigmoid(linear(x_ND, self.gate_proj).to(o_NC.dtype))
-        return linear(o_NC.to(x_ND.dtype), self.out_proj)
+            o_NHV = self._expanded(q_NHK, latent_NR, gate_NHV, ctx) if fresh else self._absorbed(q_NHK, gate_NHV, ctx)
+        return linear(o_NHV.flatten(1).to(x_ND.dtype), self.out_proj)
 
     @property
     def query(self) -> nn.Parameter:
@@ -74,7 +72,8 @@ class MLA(nn.Module):
         both_NR = linear(x_ND, self.kv_down)
         return torch.cat([rms_norm(both_NR[:, :rank], self.kv_norm, self.eps), both_NR[:, rank:]], dim=-1)
 
-    def _expanded(self, q_NHK: Tensor, latent_NR: Tensor, ctx: Context) -> Tensor:
+    def _expanded(self, q_NHK: Tensor, latent_NR: Tensor, gate_NHV: Tensor | None, ctx: Context) -> Tensor:
+        """The output [N, H, V], fp32 until the gate has been applied: bf16 here rounds with a bias (report §2.1.2)."""
         rank = self.kv_norm.shape[0]
         kv_NHC = linear(latent_NR[:, :rank], self.kv_up).unflatten(-1, (q_NHK.shape[1], -1))
         k_NHK, v_NHV = kv_NHC.split([self.key_dim, self.value_dim], dim=-1)
@@ -82,9 +81,13 @@ class MLA(nn.Module):
         key_NHK = torch.cat([k_NHK, shared_NHK], dim=-1)
         if ctx.counts is not None and ctx.counts.attention:
             ctx.counts.add_logits(self.layer, largest_logits(q_NHK, key_NHK, ctx.packing, self.query_dim**-0.5))
-        return attention(q_NHK, key_NHK, v_NHV, ctx.packing, self.query_dim**-0.5)
+        scale = self.query_dim**-0.5
+        if gate_NHV is None:
+            return attention(q_NHK, key_NHK, v_NHV, ctx.packing, scale)
+        return gated_attention(q_NHK, key_NHK, v_NHV, gate_NHV, ctx.packing, scale)
 
-    def _absorbed(self, q_NHK: Tensor, ctx: Context) -> Tensor:
+    def _absorbed(self, q_NHK: Tensor, gate_NHV: Tensor | None, ctx: Context) -> Tensor:
+        """As `_expanded`, from the cache."""
         assert ctx.memory is not None
         rank = self.kv_norm.shape[0]
         up_HCR = self.kv_up.unflatten(0, (q_NHK.shape[1], -1))
@@ -93,4 +96,5 @@ class MLA(nn.Module):
         q_NHR = torch.cat([own_NHR, q_NHK[..., self.key_dim :]], dim=-1)
         cache = ctx.memory.latents(self.layer)
         o_NHR = latent_attention(q_NHR, cache, ctx.packing, self.query_dim**-0.5, rank)
-        return torch.einsum("nhr,hvr->nhv", o_NHR, value_HVR.to(o_NHR.dtype))
+        o_NHV = torch.einsum("nhr,hvr->nhv", o_NHR, value_HVR.to(o_NHR.dtype))
+        return o_NHV if gate_NHV is None else o_NHV * torch.sigmoid(gate_NHV.to(o_NHV.dtype))

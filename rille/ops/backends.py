@@ -12,12 +12,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from rille.ops import attn_res, conv, norm, situ
+from rille.ops import attn_res, conv, mla, norm, situ
 from rille.ops import kda as kda_op
 from rille.ops.kda import Gate, decode
 from rille.packing import Packing
 
 TOKENS = 256  # of the batch that is asked about: longer than any op's limit for short ones
+PAGE_ROWS = 64  # of the latent cache that is asked about
 
 
 class Choice(NamedTuple):
@@ -44,6 +45,16 @@ class Sizes(Protocol):
     @property
     def expert_width(self) -> int: ...
     @property
+    def mla_heads(self) -> int: ...
+    @property
+    def query_dim(self) -> int: ...
+    @property
+    def value_dim(self) -> int: ...
+    @property
+    def cache_dim(self) -> int: ...
+    @property
+    def kv_rank(self) -> int: ...
+    @property
     def attends_depth(self) -> bool: ...
     @property
     def dtype(self) -> str: ...
@@ -56,7 +67,7 @@ def report(config: Sizes, device: torch.device | str) -> list[Choice]:
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    return [*of_kda(config, empty, torch.device(device)), *of_the_rest(config, empty)]
+    return [*of_kda(config, empty, torch.device(device)), *of_mla(config, empty), *of_the_rest(config, empty)]
 
 
 def of_kda(c: Sizes, empty: Callable[..., Tensor], device: torch.device) -> Iterator[Choice]:
@@ -76,11 +87,20 @@ def of_kda(c: Sizes, empty: Callable[..., Tensor], device: torch.device) -> Iter
     yield Choice("kda decode", name if name != "reference" else "composed", reason)
 
 
+def of_mla(c: Sizes, empty: Callable[..., Tensor]) -> Iterator[Choice]:
+    H, scale = c.mla_heads, c.query_dim**-0.5
+    q, v = empty(TOKENS, H, c.query_dim), empty(TOKENS, H, c.value_dim)
+    yield Choice("mla", *mla.choose_backend(q, v, scale, torch.promote_types(q.dtype, torch.float32)))
+    cache = mla.LatentCache(empty(1, PAGE_ROWS, c.cache_dim), torch.zeros(1, 1, dtype=torch.int64, device=q.device))
+    latents = empty(1, H, c.cache_dim)
+    yield Choice("mla decode", *mla.choose_latent_backend(latents, cache, c.kv_rank, scale))
+
+
 def of_the_rest(c: Sizes, empty: Callable[..., Tensor]) -> Iterator[Choice]:
     x_ND, x_NF = empty(TOKENS, c.hidden_size), empty(TOKENS, c.expert_width)
     if c.attends_depth:
         yield Choice("attn_res", *attn_res.choose_backend([x_ND, x_ND]))
     yield Choice("rms_norm", *norm.choose_backend(x_ND))
     yield Choice("situ_glu", *situ.choose_backend(x_NF, x_NF))
-    for op in ("mla", "moe", "cross_entropy"):
+    for op in ("moe", "cross_entropy"):
         yield Choice(op, "torch", "composed of PyTorch's products")
