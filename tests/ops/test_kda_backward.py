@@ -256,3 +256,15 @@ def test_ops_hold_the_rules_of_torch_library() -> None:
     inputs = Inputs._make([*tokens, A_log, dt_bias, -5.0, *indices, state])
     arguments = (*inputs, made.t_MHCC, made.a_MHCC, made.o_NHV, case.do, case.dfinal, [])
     torch.library.opcheck(kda_backward_op, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_shut_gate_with_operands_of_bf16() -> None:
+    """What a token reads of its own write decays by nothing. Under a shut gate it is e^5 times all that dz is made of,
+    and rounded operands must not turn it into dz."""
+    case = draw((192,), H=2, K=64, V=64)
+    leaves = [x.bfloat16() if i < 5 else x for i, x in enumerate(case.leaves)]
+    leaves[3] = torch.full_like(leaves[3], 12.0)
+    case = replace(case, leaves=leaves, do=case.do.bfloat16())
+    exact, got = case.gradients("reference", torch.float64), case.gradients("triton")
+    for name, x, y in zip(NAMES, got, exact, strict=True):
+        assert distance(x, y) <= 5e-2 * y.norm().item(), f"{name}: {distance(x, y) / y.norm().item():.1e}"

@@ -35,13 +35,19 @@ def bounded_decay(x, rate, lower_bound, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def times_ones(x, ones, OPERAND: tl.constexpr, INTERPRET: tl.constexpr):
-    """x @ ones, where ones has entries 0, 1 and -1, with 16 bits of x."""
+def times_ones(x, ones, PIECES: tl.constexpr, OPERAND: tl.constexpr, INTERPRET: tl.constexpr):
+    """x @ ones, where ones has entries 0, 1 and -1, with 8 bits of x a piece, 2 or 3 of them."""
     if x.dtype == OPERAND:
         return tl.dot(x, ones.to(tl.float32))
     ones = operand(ones, OPERAND, INTERPRET)
     high = leading_bits(x)
-    y = tl.dot(operand(x - high, OPERAND, INTERPRET), ones)
+    rest = x - high
+    if PIECES == 2:
+        y = tl.dot(operand(rest, OPERAND, INTERPRET), ones)
+    else:
+        middle = leading_bits(rest)
+        y = tl.dot(operand(rest - middle, OPERAND, INTERPRET), ones)
+        y = tl.dot(operand(middle, OPERAND, INTERPRET), ones, y)
     return tl.dot(operand(high, OPERAND, INTERPRET), ones, y)
 
 
@@ -100,12 +106,12 @@ def prepare_kernel(
     at_z = z_ptr + row[:, None] * z_stride + channel[None, :]
     z = tl.load(at_z, mask=(row < count)[:, None], other=NO_TOKEN)
     g = bounded_decay(transposed(z, identity, INTERPRET) + bias, rate, lower_bound, INTERPRET)
-    x_a = times_ones(g, anchors, OPERAND, INTERPRET)
+    x_a = times_ones(g, anchors, 2, OPERAND, INTERPRET)
     t0 = tl.sum(tl.where((row < 16)[None, :], g, 0.0), 1)
     t1 = tl.sum(tl.where((row < 16)[None, :], 0.0, g), 1)
     z = tl.load(at_z + R * z_stride, mask=(row + R < count)[:, None], other=NO_TOKEN)
     g = bounded_decay(transposed(z, identity, INTERPRET) + bias, rate, lower_bound, INTERPRET)
-    x_b = times_ones(g, anchors, OPERAND, INTERPRET)
+    x_b = times_ones(g, anchors, 2, OPERAND, INTERPRET)
     t2 = tl.sum(tl.where((row < 16)[None, :], g, 0.0), 1)
     t3 = tl.sum(tl.where((row < 16)[None, :], 0.0, g), 1)
     tl.store(decay_ptr + out * K + channel, exp2(t0 + t1 + t2 + t3, INTERPRET))

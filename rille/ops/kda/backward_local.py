@@ -11,6 +11,11 @@ The equations are those of `chunk_backward.py`. A chunk has two halves, a and b,
     dk_col_a = down (dA_aa^T (q up)_a + dAk_aa^T (k up)_a
                      + 2^t1 (dA_ba^T (q r)_b + dAk_ba^T (k r)_b + 2^(t2+t3) U_a D))       r = 2^(G-G31) = 2^t2 up
 
+dG = q dq + k (dk_row - dk_col) is what passes a token less what comes to its end there, and most of it cancels in the
+sums over tokens that give dg. So the diagonal of dA, which is in both, is added after dG is formed, and inside a half
+dG takes the factors as they were rounded for the products: q up and k down. Then a pair of tokens is the same number in
+the row of one and in the column of the other.
+
 Every line is one accumulator that is scaled between its products. dA, dAk are masked before the products, so that zeros
 meet only finite factors, and brought to magnitude 32 at most before 2^115 meets them; everything that follows is in
 those units up to the end.
@@ -57,6 +62,21 @@ def blocks(x):
     aa, ba = tl.split(left)
     _, bb = tl.split(right)
     return aa, ba, bb
+
+
+@triton.jit
+def row_halves(x):
+    """The first and the last 32 numbers of x [64]."""
+    return tl.split(tl.trans(tl.reshape(x, [2, 32])))
+
+
+@triton.jit
+def gate_slope(x, rate, lower_bound, INTERPRET: tl.constexpr):
+    """Derivative of lower_bound sigmoid(rate x) by x. 1 - sigmoid is the exponential times the sigmoid: a difference
+    would lose what a gate that is nearly shut has left."""
+    below = exp2(tl.minimum(x * (rate * -LOG2E), 126.0), INTERPRET)
+    opened = reciprocal(1.0 + below, INTERPRET)
+    return (lower_bound * rate) * (opened * (opened * below))
 
 
 @triton.jit
@@ -174,15 +194,16 @@ def local_kernel(
     size = tl.max(tl.max(tl.maximum(tl.abs(da), tl.abs(dak)), 1), 0)
     unit = tl.maximum(size, 1e-20) * 0.03125
     per_unit = 1.0 / unit
-    da_aa, da_ba, da_bb = blocks((da * per_unit).to(OPERAND))
+    own_a, own_b = row_halves(diagonal(da, C) * per_unit)
+    da_aa, da_ba, da_bb = blocks((tl.where(i > j, da, 0.0) * per_unit).to(OPERAND))
     dak_aa, dak_ba, dak_bb = blocks((dak * per_unit).to(OPERAND))
     if not DIRECT:
         tl.debug_barrier()  # before other threads read the sums
     rate = exp2(tl.load(A_log_ptr + h).to(tl.float32) * LOG2E, INTERPRET)
     for part in tl.range(0, K, KS, num_stages=1):
         local_slice(
-            part, da_aa, da_ba, da_bb, dak_aa, dak_ba, dak_bb, unit, q_ptr, k_ptr, z_ptr, do_ptr, dv_ptr, rate,
-            dt_bias_ptr + h * K, ones_ptr, u_ptr, states_ptr, dstates_ptr, totals_ptr, norms_ptr, dq_ptr, dk_ptr,
+            part, own_a, own_b, da_aa, da_ba, da_bb, dak_aa, dak_ba, dak_bb, unit, q_ptr, k_ptr, z_ptr, do_ptr, dv_ptr,
+            rate, dt_bias_ptr + h * K, ones_ptr, u_ptr, states_ptr, dstates_ptr, totals_ptr, norms_ptr, dq_ptr, dk_ptr,
             dz_ptr, dbias_ptr, drate_ptr, sums_ptr, count, q_stride, k_stride, z_stride, do_stride, lower_bound, scale,
             H, K, V, KS, BV, OPERAND, INTERPRET,
         )  # fmt: skip
@@ -190,7 +211,7 @@ def local_kernel(
 
 @triton.jit
 def local_slice(
-    part, da_aa, da_ba, da_bb, dak_aa, dak_ba, dak_bb, unit, q_ptr, k_ptr, z_ptr, do_ptr, dv_ptr, rate,
+    part, own_a, own_b, da_aa, da_ba, da_bb, dak_aa, dak_ba, dak_bb, unit, q_ptr, k_ptr, z_ptr, do_ptr, dv_ptr, rate,
     dt_bias_ptr, ones_ptr, u_ptr, states_ptr, dstates_ptr, totals_ptr, norms_ptr, dq_ptr, dk_ptr, dz_ptr,
     dbias_ptr, drate_ptr, sums_ptr, count, q_stride, k_stride, z_stride, do_stride, lower_bound, scale,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KS: tl.constexpr, BV: tl.constexpr,
@@ -219,7 +240,7 @@ def local_slice(
     # Half a as far as half b needs it.
     z = tl.load(z_ptr + at_a * z_stride + channel[None, :], mask=in_a, other=NO_TOKEN)
     g = bounded_decay(transposed(z, identity, INTERPRET) + bias, rate, lower_bound, INTERPRET)
-    x_a = times_ones(g, anchors, OPERAND, INTERPRET)
+    x_a = times_ones(g, anchors, 2, OPERAND, INTERPRET)
     k = tl.load(k_ptr + at_a * k_stride + channel[None, :], mask=in_a, other=0.0)
     k_a = transposed(k, identity, INTERPRET) * k_norm_a
     k_c = operand(k_a * exp2(tl.minimum(t1 - x_a, 0.0), INTERPRET), OPERAND, INTERPRET)
@@ -227,7 +248,7 @@ def local_slice(
     # Half b.
     z = tl.load(z_ptr + at_b * z_stride + channel[None, :], mask=in_b, other=NO_TOKEN)
     g = bounded_decay(transposed(z, identity, INTERPRET) + bias, rate, lower_bound, INTERPRET)
-    x = times_ones(g, anchors, OPERAND, INTERPRET)
+    x = times_ones(g, anchors, 2, OPERAND, INTERPRET)
     up, down = exp2(x, INTERPRET), exp2(-x, INTERPRET)
     k = tl.load(k_ptr + at_b * k_stride + channel[None, :], mask=in_b, other=0.0)
     k_b = transposed(k, identity, INTERPRET) * k_norm_b
@@ -252,37 +273,37 @@ def local_slice(
     k_down = operand(k_b * down, OPERAND, INTERPRET)
     from_start = exp2(t0 + t1, INTERPRET) * per_unit
     dq = tl.dot(k_c, tl.trans(operand(da_ba, OPERAND, INTERPRET)), dq * from_start) * d2
-    dq = tl.dot(k_down, tl.trans(operand(da_bb, OPERAND, INTERPRET)), dq) * up
+    dq = tl.dot(k_down, tl.trans(operand(da_bb, OPERAND, INTERPRET)), dq)
     dk = tl.dot(k_c, tl.trans(operand(dak_ba, OPERAND, INTERPRET)), dk * -from_start) * d2
-    dk = tl.dot(k_down, tl.trans(operand(dak_bb, OPERAND, INTERPRET)), dk) * up
+    dk = tl.dot(k_down, tl.trans(operand(dak_bb, OPERAND, INTERPRET)), dk)
     q = tl.load(q_ptr + at_b * q_stride + channel[None, :], mask=in_b, other=0.0)
     q_norm = tl.load(at_norms + R)[None, :]
     q = transposed(q, identity, INTERPRET) * (q_norm * scale)
-    read = q * dq
-    dG = read + k_b * dk
+    q_up, k_up = operand(q * up, OPERAND, INTERPRET), operand(k_b * up, OPERAND, INTERPRET)
+    dG = q_up.to(tl.float32) * dq + k_up.to(tl.float32) * dk
+    dq = dq * up + own_b[None, :] * k_b
+    dk = dk * up + own_b[None, :] * q
     if KS == K:
-        read = tl.sum(read, 0)[None, :] * unit
+        read = tl.sum(q * dq, 0)[None, :] * unit
     else:
         read = tl.load(at_sums + R)[None, :]
     dq = (q_norm * scale * unit) * dq - (q_norm * read / scale) * q
     at_K = channel[None, :] + at_b * (H * K)
     tl.store(dq_ptr + at_K, tl.trans(dq.to(dq_ptr.dtype.element_ty)), mask=in_b)
     end *= exp2(t3, INTERPRET) * per_unit
-    carried += tl.sum(k_b * down * end, 1)[:, None]
-    q *= up
-    k_up = k_b * up
-    end = tl.dot(operand(q, OPERAND, INTERPRET), operand(da_bb, OPERAND, INTERPRET), end)
-    end = tl.dot(operand(k_up, OPERAND, INTERPRET), operand(dak_bb, OPERAND, INTERPRET), end) * down
-    q_r, k_r = operand(q * d2, OPERAND, INTERPRET), operand(k_up * d2, OPERAND, INTERPRET)
-    dG -= k_b * end
-    dk += end
+    carried += tl.sum(k_down.to(tl.float32) * end, 1)[:, None]
+    end = tl.dot(q_up, operand(da_bb, OPERAND, INTERPRET), end)
+    end = tl.dot(k_up, operand(dak_bb, OPERAND, INTERPRET), end)
+    q_r, k_r = operand(q * up * d2, OPERAND, INTERPRET), operand(k_b * up * d2, OPERAND, INTERPRET)
+    dG -= k_down.to(tl.float32) * end
+    dk += end * down
     if KS == K:
         known = tl.sum(k_b * dk, 0)[None, :] * unit
     else:
         known = tl.load(at_sums + C + R)[None, :]
     dk = k_norm_b * (unit * dk - k_b * known)
     tl.store(dk_ptr + at_K, tl.trans(dk.to(dk_ptr.dtype.element_ty)), mask=in_b)
-    dg_b = times_ones(dG, later, OPERAND, INTERPRET)
+    dg_b = times_ones(dG, later, 3, OPERAND, INTERPRET)
     after = tl.sum(dG, 1)[:, None]
 
     # Half a.
@@ -304,48 +325,48 @@ def local_slice(
         end = tl.dot(tl.trans(dstate), tl.trans(operand(u, OPERAND, INTERPRET)), end)
     k_down = operand(k_a * down, OPERAND, INTERPRET)
     from_start = exp2(t0, INTERPRET) * per_unit
-    dq = tl.dot(k_down, tl.trans(operand(da_aa, OPERAND, INTERPRET)), dq * from_start) * up
-    dk = tl.dot(k_down, tl.trans(operand(dak_aa, OPERAND, INTERPRET)), dk * -from_start) * up
+    dq = tl.dot(k_down, tl.trans(operand(da_aa, OPERAND, INTERPRET)), dq * from_start)
+    dk = tl.dot(k_down, tl.trans(operand(dak_aa, OPERAND, INTERPRET)), dk * -from_start)
     q = tl.load(q_ptr + at_a * q_stride + channel[None, :], mask=in_a, other=0.0)
     q_norm = tl.load(at_norms)[None, :]
     q = transposed(q, identity, INTERPRET) * (q_norm * scale)
-    read = q * dq
-    dG = read + k_a * dk
+    q_up, k_up = operand(q * up, OPERAND, INTERPRET), operand(k_a * up, OPERAND, INTERPRET)
+    dG = q_up.to(tl.float32) * dq + k_up.to(tl.float32) * dk
+    dq = dq * up + own_a[None, :] * k_a
+    dk = dk * up + own_a[None, :] * q
     if KS == K:
-        read = tl.sum(read, 0)[None, :] * unit
+        read = tl.sum(q * dq, 0)[None, :] * unit
     else:
         read = tl.load(at_sums)[None, :]
     dq = (q_norm * scale * unit) * dq - (q_norm * read / scale) * q
     at_K = channel[None, :] + at_a * (H * K)
     tl.store(dq_ptr + at_K, tl.trans(dq.to(dq_ptr.dtype.element_ty)), mask=in_a)
     end *= exp2(t2 + t3, INTERPRET) * per_unit
-    carried += tl.sum(k_a * down * end, 1)[:, None] * d1
+    carried += tl.sum(k_down.to(tl.float32) * end, 1)[:, None] * d1
     end = tl.dot(q_r, operand(da_ba, OPERAND, INTERPRET), end)
     end = tl.dot(k_r, operand(dak_ba, OPERAND, INTERPRET), end) * d1
-    end = tl.dot(operand(q * up, OPERAND, INTERPRET), operand(da_aa, OPERAND, INTERPRET), end)
-    end = tl.dot(operand(k_a * up, OPERAND, INTERPRET), operand(dak_aa, OPERAND, INTERPRET), end) * down
-    dG -= k_a * end
-    dk += end
+    end = tl.dot(q_up, operand(da_aa, OPERAND, INTERPRET), end)
+    end = tl.dot(k_up, operand(dak_aa, OPERAND, INTERPRET), end)
+    dG -= k_down.to(tl.float32) * end
+    dk += end * down
     if KS == K:
         known = tl.sum(k_a * dk, 0)[None, :] * unit
     else:
         known = tl.load(at_sums + C)[None, :]
     dk = k_norm_a * (unit * dk - k_a * known)
     tl.store(dk_ptr + at_K, tl.trans(dk.to(dk_ptr.dtype.element_ty)), mask=in_a)
-    dg_a = times_ones(dG, later, OPERAND, INTERPRET) + (after + carried)
+    dg_a = times_ones(dG, later, 3, OPERAND, INTERPRET) + (after + carried)
     dg_b += carried
 
     # The gate.
-    z = tl.load(z_ptr + at_a * z_stride + channel[None, :], mask=in_a, other=NO_TOKEN)
+    z = tl.load(z_ptr + at_a * z_stride + channel[None, :], mask=in_a, other=0.0)
     z = transposed(z, identity, INTERPRET) + bias
-    g = bounded_decay(z, rate, lower_bound, INTERPRET) * (1.0 / LOG2E)
-    dz = dg_a * (unit * rate) * g * (1.0 - g / lower_bound)
+    dz = tl.where(tl.trans(in_a), dg_a * unit, 0.0) * gate_slope(z, rate, lower_bound, INTERPRET)
     tl.store(dz_ptr + at_K, tl.trans(dz.to(dz_ptr.dtype.element_ty)), mask=in_a)
     dbias, drate = tl.sum(dz, 1), tl.sum(dz * z, 1)
-    z = tl.load(z_ptr + at_b * z_stride + channel[None, :], mask=in_b, other=NO_TOKEN)
+    z = tl.load(z_ptr + at_b * z_stride + channel[None, :], mask=in_b, other=0.0)
     z = transposed(z, identity, INTERPRET) + bias
-    g = bounded_decay(z, rate, lower_bound, INTERPRET) * (1.0 / LOG2E)
-    dz = dg_b * (unit * rate) * g * (1.0 - g / lower_bound)
+    dz = tl.where(tl.trans(in_b), dg_b * unit, 0.0) * gate_slope(z, rate, lower_bound, INTERPRET)
     at_K = channel[None, :] + at_b * (H * K)
     tl.store(dz_ptr + at_K, tl.trans(dz.to(dz_ptr.dtype.element_ty)), mask=in_b)
     tl.store(dbias_ptr + channel, dbias + tl.sum(dz, 1))

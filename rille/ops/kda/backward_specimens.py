@@ -45,8 +45,9 @@ def a_pass(name: str, kernel: Any, BV: int, num_warps: int, K: int = 128, V: int
     return specimen(name, kernel, shape | dict.fromkeys(absent.split()), num_warps, want_wgmma=True)
 
 
-def local(name: str, K: int = 128, V: int = 128, num_warps: int = 4, **limits: Any) -> Specimen:
-    constexprs = dict(H=96, K=K, V=V, KS=64, BV=min(V, 128), FETCH=True, OPERAND=tl.bfloat16, INTERPRET=False)
+def local(name: str, K: int = 128, V: int = 128, KS: int = 64, **limits: Any) -> Specimen:
+    num_warps = KS // 16
+    constexprs = dict(H=96, K=K, V=V, KS=KS, BV=min(V, 128), FETCH=True, OPERAND=tl.bfloat16, INTERPRET=False)
     return specimen(f"local_{name}", local_kernel, constexprs, num_warps, want_wgmma=True, **limits)
 
 
@@ -59,8 +60,9 @@ SPECIMENS = [
     a_pass("states_v64", states_kernel, 64, 4, absent="initial_ptr"),
     a_pass("reverse_v128", reverse_kernel, 128, 8, absent="dfinal_ptr dinitial_ptr"),
     a_pass("reverse_v64", reverse_kernel, 64, 4),
-    local("k128", **SPILL),
-    local("v64", V=64, **SPILL),
+    local("k128", KS=128, **SPILL),
+    local("k128_in_slices", **SPILL),
+    local("v64", V=64, KS=128, **SPILL),
     local("k64", K=64, V=64, **SPILL),
-    local("v256", V=256, **SPILL),
+    local("v256", V=256, KS=128, **SPILL),
 ]

@@ -15,6 +15,10 @@ and then, for every chunk by itself,
        + sum_i (dA_ij q_i + dAk_ij k_i) 2^(Gi-Gj) + 2^(Gc-G) dE  =: dk_col
     dG = q dq + k (dk_row - dk_col);   dg_i = sum_{j>=i} dG_j + sum_j E_j dE_j + 2^Gc sum_V S dS'
 
+A token's read of its own write, dA_ii, decays by nothing: it is in q dq as in k dk_col and has no part in dG. So it is
+left out of the sums until dG is formed. Under a shut gate it is e^5 times what remains, and a difference of two rounded
+numbers would be all error.
+
 Neither the gradient of T nor its path through the inverse appears. Differentiating (I + L) U = diag(b) (V - k 2^G S)
 as an equation gives that path at once: Z = (I + L)^-T dU is the gradient of the right side, dV = diag(b) Z, and L
 receives -Z U^T.
@@ -112,6 +116,8 @@ def kda_backward(
     dv_MHCV, dstates_MHVK, dinitial_SHVK = reverse_pass(*operands, dfinal_SHVK.to(dtype), schedule)
 
     da_MHCC = (do_MHCV @ u_MHCV.mT).tril()
+    own_MHC1 = da_MHCC.diagonal(dim1=-2, dim2=-1)[..., None]
+    da_MHCC = da_MHCC.tril(-1)
     dak_MHCC = -(dv_MHCV @ u_MHCV.mT).tril(-1)
     dq_MHCK, dk_row_MHCK, dk_col_MHCK = pair_gradients(da_MHCC, dak_MHCC, q_MHCK, k_MHCK, sums, decay, gate)
     end_MHCK = decay.to_end_MHCK * (u_MHCV @ dstates_MHVK)
@@ -119,6 +125,8 @@ def kda_backward(
     dk_row_MHCK -= decay.from_start_MHCK * (dv_MHCV @ states_MHVK)
     dk_col_MHCK += end_MHCK
     dG_MHCK = q_MHCK * dq_MHCK + k_MHCK * (dk_row_MHCK - dk_col_MHCK)
+    dq_MHCK += own_MHC1 * k_MHCK
+    dk_row_MHCK += own_MHC1 * q_MHCK
     carried_MH1K = (k_MHCK * end_MHCK).sum(-2, keepdim=True)
     carried_MH1K += decay.whole_MH1K * (states_MHVK * dstates_MHVK).sum(-2, keepdim=True)
     dg_MHCK = dG_MHCK.flip(-2).cumsum(-2).flip(-2) + carried_MH1K
@@ -243,7 +251,7 @@ def gate_gradients(dg_NHK: Tensor, z_NHK: Tensor, gate: Gate) -> tuple[Tensor, T
         dz_NHK = dg_NHK * -rate_H1 * x_NHK.sigmoid()
         dA_NHK = dg_NHK * -rate_H1 * F.softplus(x_NHK)
     else:
-        s_NHK = (rate_H1 * x_NHK).sigmoid()
-        dz_NHK = dg_NHK * gate.lower_bound * rate_H1 * s_NHK * (1 - s_NHK)
+        x_rate_NHK = rate_H1 * x_NHK
+        dz_NHK = dg_NHK * gate.lower_bound * rate_H1 * x_rate_NHK.sigmoid() * (-x_rate_NHK).sigmoid()
         dA_NHK = dz_NHK * x_NHK
     return dz_NHK, F.pad(dA_NHK.sum((0, 2)), (0, gate.A_log.shape[0] - H))
