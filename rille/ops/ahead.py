@@ -50,6 +50,7 @@ class Specimen:
     reason: str = ""
     want_wgmma: bool = False
     maxnreg: int | None = None
+    fp_fusion: bool = True  # whether the compiler may contract a product and a sum
 
     def __post_init__(self) -> None:
         if self.max_spill_bytes > 64 and not self.reason:
@@ -80,6 +81,7 @@ def compile_specimen(specimen: Specimen, sass_folder: Path | None = None) -> Bui
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         raise ValueError("ahead: TRITON_INTERPRET=1 replaces the compiler; unset it")
     options: dict[str, Any] = {"num_warps": specimen.num_warps, "num_stages": specimen.num_stages}
+    options["enable_fp_fusion"] = specimen.fp_fusion
     if specimen.maxnreg is not None:
         options["maxnreg"] = specimen.maxnreg
     out: Any = triton.compile(_source(specimen), target=GPUTarget("cuda", 90, 32), options=options)

@@ -150,11 +150,39 @@ def write(S_VK, alpha_K, u_V, k_K):
 
 
 @gluon.jit
-def partial_dot(S_VK, x_K, V: gl.constexpr, K: gl.constexpr):
-    """S x as eight sums a row [V, 8], each of every eighth group of four channels."""
+def halves(x, N: gl.constexpr, P: gl.constexpr, half: gl.constexpr):
+    """[N, P, 2 half] -> two of [N, P, half]."""
+    return gl.split(x.reshape([N, P, 2, half]).permute((0, 1, 3, 2)))
+
+
+@gluon.jit
+def by_part(x_VK, V: gl.constexpr, K: gl.constexpr, LOG: gl.constexpr):
+    """Rows as eight parts, each of every eighth group of four channels: a tuple of its 2^LOG channels, [V, 8, 1] each.
+    All are registers of one thread, nothing moves."""
     parts: gl.constexpr = min(8, K // 4)
-    product = (S_VK * x_K[None, :]).reshape([V, K // (4 * parts), parts, 4]).permute((0, 2, 1, 3))
-    return gl.sum(product.reshape([V, parts, K // parts]), 2)
+    wide = (x_VK.reshape([V, K // (4 * parts), parts, 4]).permute((0, 2, 1, 3)).reshape([V, parts, K // parts]),)
+    for level in gl.static_range(LOG):
+        narrow = ()
+        for i in gl.static_range(1 << level):
+            first, second = halves(wide[i], V, parts, 1 << (LOG - level - 1))
+            narrow = narrow + (first, second)
+        wide = narrow
+    return wide
+
+
+@gluon.jit
+def partial_dots(S_VK, k_K, q_K, V: gl.constexpr, K: gl.constexpr):
+    """S k and S q as eight sums a row [V, 8]. Each is a chain of fused products and sums, spelled out: a sum of
+    products is for the compiler to contract, and it does so as it likes in each kernel."""
+    parts: gl.constexpr = min(8, K // 4)
+    k_VK, _ = gl.broadcast(k_K[None, :], S_VK)
+    q_VK, _ = gl.broadcast(q_K[None, :], S_VK)
+    log: gl.constexpr = 2 if K < 64 else 3 if K < 128 else 4 if K < 256 else 5  # of K / parts
+    S, k, q = by_part(S_VK, V, K, log), by_part(k_VK, V, K, log), by_part(q_VK, V, K, log)
+    k_sum, q_sum = S[0] * k[0], S[0] * q[0]
+    for i in gl.static_range(1, K // parts):
+        k_sum, q_sum = gl.fma(S[i], k[i], k_sum), gl.fma(S[i], q[i], q_sum)
+    return k_sum.reshape([V, parts]), q_sum.reshape([V, parts])
 
 
 @gluon.jit
@@ -163,7 +191,7 @@ def dots(S_VK, k_K, q_K, V: gl.constexpr, K: gl.constexpr, SCATTER: gl.constexpr
     order whatever the layouts are, the eight sums by halves: decode and verify may lie differently and agree bit for
     bit. Between the lanes of a row that takes three shuffles for each of a thread's rows; to have one row a lane, a
     trip through shared memory for all of them, and what follows is not repeated by every lane of a row."""
-    k_sums, q_sums = partial_dot(S_VK, k_K, V, K), partial_dot(S_VK, q_K, V, K)
+    k_sums, q_sums = partial_dots(S_VK, k_K, q_K, V, K)
     if SCATTER:
         return join_by_row(gl.join(k_sums, q_sums), V, min(8, K // 4))
     else:
@@ -261,6 +289,21 @@ def store_tail(tail, channel_N, x1_N, x2_N, x3_N, W: gl.constexpr, C: gl.constex
 
 
 @gluon.jit
+def fetch_later(states, slots, state_slot, AHEAD: gl.constexpr, H: gl.constexpr, SIZE: gl.constexpr):
+    """Ask for the state of the program AHEAD places later to come into the L2 cache: memory is then busy while this
+    program computes. Programs that share a multiprocessor load, compute and store at about the same time."""
+    later = gl.program_id(0) + H * gl.program_id(1) + AHEAD
+    if later < H * gl.num_programs(1):
+        slot = gl.load(slots + later // H).to(gl.int64)
+        if slot >= 0:
+            line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+            lines = states + slot * state_slot + (later % H) * SIZE + 32 * gl.arange(0, SIZE // 32, layout=line)
+            gl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines.to(gl.int64)], gl.int32, False, 1
+            )
+
+
+@gluon.jit
 def past_row(past, tail, index, channel_N, W: gl.constexpr, C: gl.constexpr):
     """An input of the committed past: row `index` of what was remembered, below 0 a row of the tail."""
     return gl.load(gl.where(index >= 0, past + index * C, tail + (index + (W - 1)) * C) + channel_N)
@@ -352,7 +395,7 @@ def verify(
     tails, states, slots, lower_bound, eps,
     tokens: gl.constexpr, past_tokens: gl.constexpr, qkv_row, z_row, b_row, gate_row, tail_slot, state_slot,
     H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, W: gl.constexpr, BOUNDED: gl.constexpr, LANES: gl.constexpr,
-    SCATTER: gl.constexpr, LOG_T: gl.constexpr, LOG_P: gl.constexpr,
+    SCATTER: gl.constexpr, AHEAD: gl.constexpr, LOG_T: gl.constexpr, LOG_P: gl.constexpr,
 ):  # fmt: skip
     """Grid (H, B). Commit, then try, as in the twin. Tiles have T = 2^LOG_T and P = 2^LOG_P rows."""
     T: gl.constexpr = 1 << LOG_T
@@ -397,6 +440,8 @@ def verify(
     state_VK = states + slot * state_slot + head * (V * K) + gl.arange(0, V, layout=over_V)[:, None] * K
     state_VK += gl.arange(0, K, layout=over_K)[None, :]
     S_VK = gl.load(state_VK)
+    if AHEAD > 0:
+        fetch_later(states, slots, state_slot, AHEAD, H, V * K)
 
     barrier()  # tail and remembered inputs are read before they are written
     if count > 0:

@@ -18,12 +18,14 @@ if TYPE_CHECKING:
 
 class Spread(NamedTuple):
     """How one program's state lies in registers: over `num_warps` warps, a row of it over `lanes` lanes; `maxnreg`
-    makes room for one more program on an SM; `scatter` (verify): a row's sums meet in one lane, not in all of its."""
+    makes room for one more program on an SM; `scatter` (verify): a row's sums meet in one lane, not in all of its;
+    `ahead` (verify): the state of the program so many later is asked for into the L2 cache, 0: none."""
 
     num_warps: int
     lanes: int
     maxnreg: int | None = None
     scatter: bool = False
+    ahead: int = 0
 
 
 # Below this batch the card is not full and a step is bound by its longest chain: a shuffle less in each sum.
@@ -49,7 +51,10 @@ def twin_options(K: int, V: int) -> dict[str, Any]:
 
 
 def gluon_options(spread: Spread) -> dict[str, Any]:
-    return dict(LANES=spread.lanes, num_warps=spread.num_warps, maxnreg=spread.maxnreg)
+    """Fused products and sums are spelled out in the kernels. What else a compiler could contract it would contract
+    differently in different kernels, and a token's bits would depend on how it was computed."""
+    options = dict(num_warps=spread.num_warps, maxnreg=spread.maxnreg, enable_fp_fusion=False)
+    return dict(LANES=spread.lanes, **options)
 
 
 def tiles(tokens: int, past_tokens: int) -> dict[str, int]:
@@ -124,7 +129,7 @@ def verify_op(
         return y
     kernel: Any = decode_gluon.verify if name == "gluon" else decode_kernels.verify
     spread = verify_spread(K, V)
-    gluon = gluon_options(spread) | tiles(T, P) | dict(SCATTER=spread.scatter)
+    gluon = gluon_options(spread) | tiles(T, P) | dict(SCATTER=spread.scatter, AHEAD=spread.ahead)
     options = gluon if name == "gluon" else twin_options(K, V)
     kernel[(H, B)](
         qkv, z, b, gate, y, past_qkv, past_z, past_u, accepted, conv_weight, A_log, dt_bias, norm_weight,
