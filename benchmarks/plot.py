@@ -32,16 +32,16 @@ class Panel:
 
 
 PANELS = (
-    Panel("kda.json", "forward", "KDA forward", "ms"),
-    Panel("kda_backward.json", "works", "KDA forward + backward", "ms"),
-    Panel("kda_decode.json", "decode", "KDA decode step, one layer", "us"),
-    Panel("kda_decode.json", "verify", "KDA commit + verify", "us"),
+    Panel("kda_table.json", "forward", "KDA forward", "ms"),
+    Panel("kda_table.json", "train", "KDA forward + backward", "ms"),
+    Panel("kda_table.json", "decode", "KDA decode step, one layer", "us"),
+    Panel("kda_table.json", "verify", "KDA commit + verify", "us"),
 )
 
 
 def rows_of(folder: Path, panel: Panel) -> list[dict[str, Any]]:
     path = folder / panel.file
-    return json.loads(path.read_text())[panel.key] if path.is_file() else []
+    return json.loads(path.read_text()).get(panel.key, []) if path.is_file() else []
 
 
 def draw(axes: Any, panel: Panel, rows: list[dict[str, Any]]) -> None:

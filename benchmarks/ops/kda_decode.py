@@ -31,8 +31,9 @@ from rille.ops.kda.decode_launch import Spread
 
 HEADS, CACHE = 96, 256 * 2**20
 DECODE_SPREADS = [Spread(8, 4, 128), Spread(8, 8), Spread(4, 4), Spread(4, 8)]
-VERIFY_SPREADS = [
-    Spread(4, 8, scatter=True), Spread(4, 4, scatter=True), Spread(4, 8), Spread(4, 4), Spread(8, 8, 128, scatter=True)
+VERIFY_SPREADS = [  # two programs of these run on a multiprocessor at once: 264 later is the one that follows
+    Spread(4, 8, scatter=True, ahead=264), Spread(4, 8, scatter=True, ahead=132),
+    Spread(8, 8, 128, scatter=True, ahead=264), Spread(8, 8, 128, scatter=True),
 ]  # fmt: skip
 
 
@@ -142,6 +143,11 @@ def check_all() -> list[tuple[str, float, float]]:
     for name, sizes in GATE_CASES.items():
         rows += check_case(name, sizes, torch.float32, "gluon")
     rows += check_case("bf16", dict(H=3, K=128, V=128), torch.bfloat16, "gluon")
+    with_spread("verify_spread", Spread(4, 8, scatter=True, ahead=7))
+    rows += check_case("ahead", dict(H=3, K=128, V=128), torch.float32, "gluon")
+    with_spread("verify_spread", Spread(8, 8, 128, scatter=True, ahead=7))
+    rows += check_case("8 warps", dict(H=3, K=128, V=128), torch.float32, "gluon")
+    with_spread("verify_spread", None)
     rows += check_case("twin", dict(H=3, K=128, V=128), torch.float32, "triton")
     for what, error, limit in rows:
         print(f"  {'ok  ' if error <= limit else 'FAIL'} {what:<28} {error:.2e} (at most {limit:.0e})", flush=True)
@@ -195,8 +201,8 @@ def step_bytes(B: int, tokens: int, replayed: int) -> int:
 class Bench:
     """Layers with pools of their own for batches of B rows."""
 
-    def __init__(self, B: int, tokens: int = 0) -> None:
-        self.B, self.tokens, count = B, tokens, layers_for(B)
+    def __init__(self, B: int, tokens: int = 0, count: int | None = None) -> None:
+        self.B, self.tokens, count = B, tokens, count or layers_for(B)
         self.layers = [make_layer(HEADS, 128, 128) for _ in range(count)]
         self.pools = [make_pools(layer, B, torch.bfloat16, tokens) for layer in self.layers]
         lead = (B, tokens) if tokens else (B,)
@@ -243,7 +249,8 @@ def with_spread(name: str, spread: Spread | None) -> None:
 
 def label(spread: Spread) -> str:
     register_limit = f"r{spread.maxnreg}" if spread.maxnreg else ""
-    return f"w{spread.num_warps}l{spread.lanes}{'s' if spread.scatter else ''}{register_limit}"
+    ahead = f"a{spread.ahead}" if spread.ahead else ""
+    return f"w{spread.num_warps}l{spread.lanes}{'s' if spread.scatter else ''}{register_limit}{ahead}"
 
 
 def measure_decode(sizes: list[int], speed: float, quick: bool) -> list[dict[str, Any]]:
@@ -262,9 +269,14 @@ def measure_decode(sizes: list[int], speed: float, quick: bool) -> list[dict[str
     return rows
 
 
-def measure_verify(speed: float, quick: bool, decode: dict[str, float]) -> list[dict[str, Any]]:
+VERIFY_WORKS = ((32, 8), (1, 8), (32, 4), (128, 4))  # sequences, tokens of each
+
+
+def measure_verify(
+    speed: float, quick: bool, decode: dict[str, float], works: tuple[tuple[int, int], ...] = VERIFY_WORKS
+) -> list[dict[str, Any]]:
     rows = []
-    for B, tokens in ((32, 8), (1, 8), (32, 4), (128, 4)):
+    for B, tokens in works:
         bench = Bench(B, tokens)
         for accepted in (tokens, tokens // 2, 0):
             floor = step_bytes(B, tokens, accepted) / speed
@@ -274,7 +286,6 @@ def measure_verify(speed: float, quick: bool, decode: dict[str, float]) -> list[
             row["steps"] = row["ours"] / decode[f"decode B{B}"]
             if not quick and accepted == tokens and B > 1:
                 row |= {label(s): bench.verify(accepted, s) for s in VERIFY_SPREADS}
-                row["triton"] = bench.verify(accepted, backend="triton")
             print(" ", row, flush=True)
             rows.append(row)
         del bench

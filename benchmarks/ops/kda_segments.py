@@ -191,7 +191,7 @@ def median_ms(call: Callable[[], Any], rep: int = 20) -> float:
 PASSES = {"ring": (64, 4, 3, True), "twin": (64, 4, 3, False), "ring128": (128, 8, 2, True)}
 
 
-def measure(work: Work) -> list[dict[str, Any]]:
+def measure(work: Work, counts: tuple[int, ...] = ()) -> list[dict[str, Any]]:
     """A row for each number of segments; what does not depend on it stands in each."""
     case = draw(work)
     q, k, v, z, b = case.tensors
@@ -208,10 +208,11 @@ def measure(work: Work) -> list[dict[str, Any]]:
     serial = (made, v, packing.starts, packing.longest_first, chunks.first, None, final)
     fixed["serial"] = median_ms(lambda: kernels.state_pass(*serial))
     rows = []
-    for count in SEGMENTS.get(work.name, (2, 3, 4, 5, 6, 7, 8, 11)):
-        rows.append(
-            fixed | {"n": count} | measure_cut(work, ceil(chunks.spans.shape[0] / count), made, v, packing, final)
-        )
+    for count in counts or SEGMENTS.get(work.name, (2, 3, 4, 5, 6, 7, 8, 11)):
+        size = ceil(chunks.spans.shape[0] / count)
+        row = fixed | {"n": count} | measure_cut(work, size, made, v, packing, final)
+        row["forward"] = median_ms(lambda size=size: case.run(size), 40)
+        rows.append(row | {"train": median_ms(lambda size=size: case.gradients(size), 60)})
         print(" ", *(f"{n} {x:.3f}" if isinstance(x, float) else f"{n} {x}" for n, x in rows[-1].items()), flush=True)
     return rows
 
