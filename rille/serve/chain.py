@@ -31,6 +31,10 @@ class Chain:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def under(self, version: int) -> Chain:
+        """The same ids under other weights."""
+        return Chain(self.ids, self.unit, version, self._pictures)
+
     def append(self, token: int) -> None:
         self.ids.append(token)
 

@@ -113,20 +113,25 @@ class PrefixCache:
 
     @property
     def available(self) -> int:
-        """Pages that an allocation can have."""
         return self.store.available
 
     def pages_for(self, tokens: int) -> int:
         """Pages that a sequence of so many tokens holds while it runs."""
         return -(-tokens // self.page_tokens) + self.groups
 
+    def cost(self, chain: Chain) -> int:
+        """Pages that a sequence takes out of what is available, from its admission to the end of its chain."""
+        match = self.lookup(chain)
+        whole = match.resumed // self.page_tokens
+        pinned = [entry for entry in match.latents[:whole] if isinstance(entry, Entry)]
+        return self.pages_for(len(chain)) - whole + sum(len(e.pages) for e in pinned if not e.refs)
+
     def describe(self) -> list[str]:
-        """Sizes, the least prefix that can be used again, and the retention, one line each."""
+        """Sizes, the least prefix that can be used again, and the retention."""
         return [
             f"memory: {self.store.pool.num_pages:,} pages of {self.page_tokens:,} tokens; the state of a sequence "
             f"takes {self.groups}",
-            f"prefix cache: hash unit {self.unit:,} tokens, so a prefix of {self.unit:,} tokens is the shortest that "
-            "can be used again",
+            f"prefix cache: hash unit {self.unit:,} tokens; a prefix of {self.unit:,} is the shortest that is reused",
             f"checkpoints: {self.retention.describe()}",
         ]
 

@@ -52,22 +52,31 @@ class FakeMemory:
 
     def begin(self, admission: Admission) -> None:
         self.copy(admission.copies)
-        for group, page in enumerate(admission.clear):
-            self.pages[page] = [(group, 0)]
+        self.clear(admission.clear)
 
-    def run(self, holding: Holding, start: int, tokens: Sequence[int]) -> None:
-        """Consume tokens at positions start, start + 1, ... ; every row and state before them must be right."""
-        expected = hashes(holding.chain.ids[: start + len(tokens)])
+    def clear(self, pages: Sequence[int]) -> None:
+        """States of nothing; they come in whole sets of groups."""
+        for place, page in enumerate(pages):
+            self.pages[page] = [(place % self.groups, 0)]
+
+    def run(self, holding: Holding, start: int, tokens: Sequence[int], state: Sequence[int] = ()) -> list[int]:
+        """Consume tokens at positions start, start + 1, ... ; every row and state before them must be right.
+
+        state: other pages to work on than the sequence's own. Returns the hashes after each token.
+        """
+        state = state or holding.state
+        expected = hashes([*holding.chain.ids[:start], *tokens])
         assert self.rows(holding, start) == expected[1 : start + 1], "latents of another prefix"
-        for group, page in enumerate(holding.state):
+        for group, page in enumerate(state):
             assert self.pages[page][0] == (group, expected[start]), "a state of another prefix"
         for place, token in enumerate(tokens, start):
-            for group, page in enumerate(holding.state):
+            for group, page in enumerate(state):
                 self.pages[page] = [(group, hash((self.pages[page][0][1], int(token))))]
             (page,) = holding.latents[place // self.page_tokens].pages
             if len(self.pages[page]) != self.page_tokens:  # it held a state before
                 self.pages[page] = [POISON] * self.page_tokens
             self.pages[page][place % self.page_tokens] = expected[place + 1]
+        return expected[start + 1 :]
 
     def rows(self, holding: Holding, length: int) -> list:
         flat = [row for entry in holding.latents for row in self.pages[entry.pages[0]]]

@@ -307,5 +307,5 @@ def test_latents_and_checkpoints_are_counted_apart():
 
 def test_the_start_says_what_is_the_least():
     lines = "\n".join(PrefixCache(100, 6144, 3, unit=512).describe())
-    assert "100 pages of 6,144 tokens" in lines and "512 tokens is the shortest" in lines
+    assert "100 pages of 6,144 tokens" in lines and "a prefix of 512 is the shortest" in lines
     assert "prompt end, marks, turn end, forks, every 32,768 tokens" in lines

@@ -1,0 +1,307 @@
+"""The scheduler against the fake model: whatever is batched, cut, cached, drafted, set aside or aborted, every sequence
+writes what it would write alone, and no page is lost."""
+
+import random
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+
+from rille.serve.prefix import PrefixCache
+from rille.serve.retention import Retention
+from rille.serve.scheduler import KINDS, Kind, Scheduler, SchedulerConfig
+from rille.serve.schema import QueueFull, Request, SamplingParams, TooLarge, Unavailable
+from rille.serve.tier import HostTier
+from tests.serve.fake_memory import FakeMemory, hashes, ids
+
+WORDS = 50
+
+
+def next_token(state: int) -> int:
+    return state % WORDS
+
+
+def alone(prompt, count):
+    """What the model writes after a prompt."""
+    tokens, written = list(prompt), []
+    state = hashes(tokens)[-1]
+    for _ in range(count):
+        written.append(next_token(state))
+        state = hash((state, written[-1]))
+    return written
+
+
+class FakeServer:
+    """The engine's loop around the fake model. drafter(sequence) -> tokens."""
+
+    def __init__(self, num_pages=64, page_tokens=16, groups=2, unit=16, tier=0, park=0, drafter=None, **rest):
+        config = SchedulerConfig(**{"max_running": 8, "token_budget": 64, **rest})
+        self.memory = FakeMemory(num_pages, page_tokens, groups)
+        self.tier, parked = (HostTier(n, self.memory.read, self.memory.write) if n else None for n in (tier, park))
+        retention = Retention(interval=4 * unit)
+        self.cache = PrefixCache(num_pages, page_tokens, groups, unit=unit, retention=retention, tier=self.tier)
+        self.scheduler = Scheduler(self.cache, config, parked)
+        self.drafter, self.now, self.first_at, self.written, self.ended = drafter, 0, {}, {}, []
+        self.drafted = self.accepted = 0
+
+    def submit(self, prompt, max_tokens=8, n=1, **rest):
+        request = Request(prompt=prompt, params=SamplingParams(max_tokens=max_tokens, n=n), **rest)
+        made = self.scheduler.submit(request, f"r{self.scheduler._order}", self.now)
+        self.written |= {sequence: [] for sequence in made}
+        return made
+
+    def step(self):
+        self.now += 1
+        for sequence in self.scheduler.running:
+            if self.drafter is not None and sequence.num_left == 1:
+                sequence.drafts = tuple(self.drafter(sequence))
+        step = self.scheduler.step(self.now)
+        self.memory.clear(step.clear)
+        self.memory.copy(step.copies)
+        assert len({id(part.sequence) for part in step.parts}) == len(step.parts)
+        done = [self._run(part) for part in step.parts]
+        for part, (accepted, copies) in zip(step.parts, done, strict=True):
+            self.memory.copy(copies)
+            self.scheduler.landed(part, accepted)
+            if len(self.written[part.sequence]) >= part.sequence.request.params.max_tokens:
+                self.scheduler.finish(part.sequence)
+                self.ended.append(part.sequence)
+        return step
+
+    def _run(self, part):
+        sequence, holding = part.sequence, part.sequence.holding
+        tokens = [*sequence.chain.ids[part.start : part.start + part.count], *part.drafts]
+        states = self.memory.run(holding, part.start, tokens, part.scratch)
+        accepted = 0
+        if part.ends:
+            drawn = next_token(states[part.count - 1])
+            while accepted < len(part.drafts) and part.drafts[accepted] == drawn:
+                self._write(sequence, drawn)
+                accepted += 1
+                drawn = next_token(states[part.count - 1 + accepted])
+            self._write(sequence, drawn)
+        self.drafted, self.accepted = self.drafted + len(part.drafts), self.accepted + accepted
+        if part.drafts and accepted < len(part.drafts):
+            replayed = tokens[: part.count + accepted]
+            self.memory.run(holding, part.start, replayed)
+        return accepted, self.scheduler.settle(part, accepted)
+
+    def _write(self, sequence, token):
+        self.first_at.setdefault(sequence, self.now)
+        sequence.chain.append(token)
+        self.written[sequence].append(token)
+
+    def finish(self, steps=2000):
+        for _ in range(steps):
+            if not self.scheduler.running and not self.scheduler.num_waiting:
+                return self
+            assert self.step().parts or self.scheduler.running == [], "nothing runs"
+        raise AssertionError("it does not end")
+
+    def check(self):
+        for sequence, written in self.written.items():
+            count = sequence.request.params.max_tokens
+            assert written == alone(sequence.request.prompt, count), sequence.id
+
+
+def perfect(sequence):
+    return alone(list(sequence.chain.ids), 5)
+
+
+def wrong(sequence):
+    return [(token + 1) % WORDS for token in perfect(sequence)]
+
+
+def half(sequence):
+    right = perfect(sequence)
+    return [*right[:2], (right[2] + 1) % WORDS, *right[3:]]
+
+
+DRAFTERS = {"none": None, "perfect": perfect, "wrong": wrong, "half": half}
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS.values(), ids=DRAFTERS)
+@pytest.mark.parametrize("page_tokens, groups, unit", [(16, 2, 16), (24, 3, 16), (64, 1, 16), (16, 2, 48), (10, 0, 7)])
+def test_many_write_what_each_would_alone(page_tokens, groups, unit, drafter):
+    server = FakeServer(200, page_tokens, groups, unit, drafter=drafter)
+    for n in range(12):
+        server.submit(ids(n * 17 + 1), max_tokens=1 + 3 * n)
+    server.finish().check()
+    server.scheduler.audit()
+    if drafter is perfect:
+        assert server.accepted == server.drafted > 0
+    if drafter is wrong:
+        assert server.accepted == 0 < server.drafted
+
+
+@pytest.mark.parametrize("park", [0, 100])
+def test_short_memory_sets_sequences_aside_and_loses_nothing(park):
+    server = FakeServer(14, 16, 2, park=park)
+    for n in range(6):
+        server.submit(ids(20, seed=n), max_tokens=60)
+    server.finish().check()
+    assert server.scheduler.num_preempted > 0
+    server.scheduler.audit()
+    assert server.cache.available == 14
+
+
+def test_one_that_fits_the_pool_exactly_runs_after_anything():
+    server = FakeServer(8, 16, 2)
+    server.submit(ids(60), max_tokens=36)
+    server.finish()
+    server.submit(ids(70), max_tokens=26)
+    server.finish().check()
+
+
+def test_long_prompts_do_not_starve_short_ones():
+    kinds = (Kind("short", 64, 0.5), Kind("long", share=0.5))
+    server = FakeServer(2000, 64, 2, token_budget=64, max_running=32, kinds=kinds)
+    longs = [server.submit(ids(8000, seed=n), max_tokens=2)[0] for n in range(4)]
+    shorts = []
+    for n in range(40):
+        shorts.append(server.submit(ids(20, seed=100 + n), max_tokens=2)[0])
+        came = server.now
+        server.step()
+        server.step()
+        assert server.first_at.get(shorts[-1], server.now + 2) - came <= 3
+    assert not any(s in server.first_at for s in longs)
+
+
+def test_several_prompts_share_a_step_with_decoding():
+    server = FakeServer(token_budget=48, unit=64)
+    server.submit(ids(10), max_tokens=50)
+    server.step()
+    for n in range(3):
+        server.submit(ids(15, seed=n), max_tokens=2)
+    step = server.step()
+    assert [part.count for part in step.parts] == [1, 15, 15, 15]
+    assert step.num_tokens <= 48
+
+
+def test_priorities_go_first_and_are_not_set_aside():
+    server = FakeServer(14, 16, 2, max_running=2)
+    low = [server.submit(ids(20, seed=n), max_tokens=40)[0] for n in range(3)]
+    server.step()
+    (high,) = server.submit(ids(20, seed=9), max_tokens=40, priority=5)
+    server.finish().check()
+    order = {sequence: place for place, sequence in enumerate(server.ended)}
+    assert order[high] < order[low[2]]
+
+
+def test_choices_share_the_prompt():
+    server = FakeServer(200)
+    first, *others = server.submit(ids(100), max_tokens=4, n=4)
+    server.finish().check()
+    assert first.cached == 0 and [s.cached for s in others] == [96] * 3
+
+
+def test_a_choice_whose_leader_is_aborted_goes_on():
+    server = FakeServer(200)
+    first, second = server.submit(ids(100), max_tokens=4, n=2)
+    server.step()
+    server.scheduler.finish(first)
+    del server.written[first]
+    server.finish().check()
+
+
+def test_what_cannot_ever_fit_is_refused_with_numbers():
+    server = FakeServer(10, 16, 2, max_length=1000)
+    with pytest.raises(
+        TooLarge, match=r"120 tokens and max_tokens 10 make 130 tokens \(11 pages\).*128 tokens.*10 pages"
+    ):
+        server.submit(ids(120), max_tokens=10)
+    server.submit(ids(118), max_tokens=10)
+    server.finish().check()
+    with pytest.raises(TooLarge, match="may have 50 tokens"):
+        FakeServer(100, max_length=50).submit(ids(45), max_tokens=6)
+
+
+def test_the_queue_is_bounded_and_says_when_to_come_again():
+    server = FakeServer(max_running=1, token_budget=16, max_queued=2)
+    for n in range(3):
+        server.submit(ids(16, seed=n))
+        server.step() if not n else None
+    with pytest.raises(QueueFull, match="2 sequences are waiting, 2 may") as refused:
+        server.submit(ids(5))
+    assert refused.value.status == 429 and refused.value.retry_after_s >= 1
+    server.scheduler.prefill_rate = 2.0
+    with pytest.raises(QueueFull) as refused:
+        server.submit(ids(5))
+    assert refused.value.retry_after_s == 16
+    server.finish().check()
+    server.scheduler.is_closed = True
+    with pytest.raises(Unavailable) as refused:
+        server.submit(ids(5))
+    assert refused.value.status == 503
+
+
+def test_kinds_have_queues_of_their_own():
+    kinds = (replace(KINDS[0], up_to=32), replace(KINDS[1], up_to=10**9, max_queued_tokens=150), KINDS[2])
+    server = FakeServer(max_running=1, kinds=kinds)
+    server.submit(ids(10))
+    server.step()
+    server.submit(ids(100))
+    with pytest.raises(QueueFull, match="100 prompt tokens of kind 'medium' are waiting, 150 may; 100 more"):
+        server.submit(ids(100))
+    server.submit(ids(20))
+    with pytest.raises(ValueError, match="kind 'huge' is not one of short, medium, long"):
+        server.submit(ids(5), kind="huge")
+
+
+def test_deadlines_end_what_is_late():
+    server = FakeServer()
+    (running,) = server.submit(ids(20), max_tokens=500, deadline_s=10)
+    server.finish()
+    assert 5 < len(server.written[running]) < 12 and running.is_done
+    server.scheduler.audit()
+
+
+def test_old_weights_match_nothing_new():
+    server = FakeServer(200)
+    (one,) = server.submit(ids(50), max_tokens=40)
+    for _ in range(10):
+        server.step()
+    server.scheduler.renew(7)
+    (two,) = server.submit(ids(50), max_tokens=40)
+    server.finish().check()
+    assert two.cached == 0
+    (three,) = server.submit([*ids(50), *server.written[two], 1], max_tokens=1)
+    server.finish()
+    assert three.cached == 80
+
+
+def test_settings_that_cannot_be_are_refused():
+    for wrong_one in (dict(token_budget=4), dict(max_running=0), dict(kinds=()), dict(kinds=(Kind("a", 5),))):
+        with pytest.raises(ValueError, match="scheduler: "):
+            FakeServer(**wrong_one)
+
+
+@pytest.mark.parametrize("tier, park, deterministic", [(0, 0, False), (40, 0, False), (40, 60, False), (0, 30, True)])
+def test_a_random_walk_loses_no_page(tier, park, deterministic):
+    """10,000 steps of coming, leaving, being late, being set aside, in a pool that is too small."""
+    rng = random.Random(tier + park)
+    drafters = [None, perfect, wrong, half]
+    server = FakeServer(40, 24, 2, tier=tier, park=park, token_budget=40, max_queued=12, deterministic=deterministic)
+    families = [ids(300, seed=n) for n in range(4)]
+    for turn in range(2500):
+        server.drafter = None if deterministic else rng.choice(drafters)
+        if rng.random() < 0.25:
+            prompt = rng.choice(families)[: rng.randrange(1, 200)] + ids(rng.randrange(20), seed=rng.randrange(40))
+            late = rng.choice([None, None, 30])
+            n = rng.choice([1, 1, 3])
+            with suppress(QueueFull, TooLarge):
+                server.submit(prompt, rng.randrange(1, 60), n, priority=rng.randrange(2), deadline_s=late)
+        if rng.random() < 0.03 and server.scheduler.running:
+            server.scheduler.finish(rng.choice(server.scheduler.running))
+        if rng.random() < 0.01:
+            server.scheduler.renew(turn)
+        server.step()
+        if turn % 10 == 0:
+            server.scheduler.audit()
+    server.finish()
+    assert server.scheduler.num_preempted > 10 and len(server.ended) > 100
+    for sequence in server.ended:
+        assert server.written[sequence] == alone(sequence.request.prompt, sequence.request.params.max_tokens)
+    assert server.cache.available == 40
+    counts = server.cache.counts
+    assert counts.queries == counts.hits + sum(counts.misses.values()) and counts.hits > 0
