@@ -138,7 +138,7 @@ def _defaults(kind: type, prefix: str, saved: dict[str, Any]) -> Iterator[tuple[
         name = prefix + field.name
         if name in PARTS and (field.default is not None or any(key.startswith(f"{name}.") for key in saved)):
             yield from _defaults(PARTS[name], f"{name}.", saved)
-        elif name not in PARTS and field.default is not MISSING:
+        elif field.default is not MISSING:
             yield name, json.loads(json.dumps(field.default))
 
 

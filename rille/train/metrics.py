@@ -54,7 +54,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All rows; none if there is no file. A last line that was cut off by a kill is left out."""
     lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else [""]
     try:
-        return [json.loads(line) for line in lines[:-1]]
+        rows = [json.loads(line) for line in lines[:-1]]
+        if all(isinstance(row, dict) and isinstance(row.get("step"), int) for row in rows):
+            return rows
+        raise ValueError("a row without step")
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}); move it away to go on without its rows") from None
 

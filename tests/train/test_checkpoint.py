@@ -3,16 +3,19 @@
 import json
 import resource
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rille.model.checkpoint import load_model
 from rille.model.locate import find_checkpoint, step_checkpoints
 from rille.text.tokenizer import load_tokenizer
 from rille.train import loop
 from rille.train.checkpoint import read_numbers, remove_unfinished, restore, save_checkpoint
-from tests.train.small import small_run
+from rille.train.pretrain import pretrain
+from tests.train.small import small_config, small_run
 
 
 def one_step(run) -> None:
@@ -89,6 +92,45 @@ def test_what_a_killed_save_left_is_removed(tmp_path, monkeypatch):
     assert len(list(folder.iterdir())) == 3  # the run's partial directory, and the model's partial beside it
     remove_unfinished(tmp_path / "run")
     assert [path.name for path in folder.iterdir()] == ["step-000000"]
+
+
+@pytest.mark.parametrize(
+    "content", ["{}", "[]", '{"step": 1, "loader": {}}', '{"step": "1", "loader": {}, "settings": {}}']
+)
+def test_numbers_of_another_form_are_named(tmp_path, content):
+    run = small_run(tmp_path)
+    path = save_checkpoint(run)
+    (path / "training" / "state.json").write_text(content)
+    with pytest.raises(ValueError, match=r"state\.json is damaged \(it must hold step, loader, settings\); remove "):
+        restore(run, path)
+
+
+def test_tensors_that_do_not_fit_the_model_are_named(tmp_path):
+    run = small_run(tmp_path)
+    path = save_checkpoint(run)
+    file = path / "training" / "state.safetensors"
+    tensors = load_file(file)
+    del tensors["random"]
+    tensors["model.norm"] = torch.ones(5)
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=r"damaged \(absent or of another shape: model\.norm, random\); remove "):
+        restore(run, path)
+
+
+def test_a_checkpoint_of_before_a_setting_was_added_resumes(tmp_path):
+    config = small_config(tmp_path, steps=4, checkpoint_every=2)
+    pretrain(replace(config, steps=2))
+    file = tmp_path / "run" / "checkpoints" / "step-000002" / "training" / "state.json"
+    numbers = json.loads(file.read_text())
+    for name in ("mtp_weight", "optim.qk_clip", "optim.momentum", "model.mtp_layers", "data.held_out"):
+        del numbers["settings"][name]
+    file.write_text(json.dumps(numbers))
+    with pytest.raises(ValueError, match=r"other settings: data\.held_out 0\.02, now 0\.1\. Resume"):
+        pretrain(replace(config, resume=True))
+    numbers["settings"]["data.held_out"] = 0.1
+    file.write_text(json.dumps(numbers))
+    pretrain(replace(config, resume=True))
+    assert [step for step, _ in step_checkpoints(tmp_path / "run")] == [2, 4]
 
 
 @contextmanager

@@ -1,12 +1,17 @@
 """Settings: what they refuse, how they are compared, and that the flags are their fields and nothing else."""
 
 import re
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import MISSING, fields, is_dataclass, replace
 from typing import get_args, get_type_hints
 
 import pytest
 from tyro.extras import overridable_config_cli
 
+from rille.data.config import DataConfig
+from rille.model.config import K3Config
+from rille.model.presets import preset
+from rille.model.vision_config import VisionConfig
+from rille.optim.config import OptimConfig
 from rille.recipes.pretrain import RECIPES, tiny
 from rille.train.config import TrainConfig, check_resumable, settings
 
@@ -80,3 +85,60 @@ def test_another_preset_gives_a_short_message():
     with pytest.raises(ValueError, match=r"other settings: .* and \d+ more\. Resume with the same") as error:
         check_resumable(settings(tiny()), settings(RECIPES["nano"]()), "run")
     assert len(str(error.value)) < 600
+
+
+def without(saved: dict, *names: str) -> dict:
+    return {name: value for name, value in saved.items() if name not in names}
+
+
+def test_a_setting_newer_than_the_checkpoint_stood_at_its_default():
+    """Whichever it is, and all at once; of a recipe's value that is not the default it says so."""
+    config = TrainConfig(out="run", steps=300, model=preset("tiny"))
+    now = settings(config)
+    known = {name for name in now if name not in ("out", "steps")}
+    needed = {name for name in known if name.startswith("model.") and name[6:] in REQUIRED_OF_MODEL}
+    assert len(known - needed) > 40 and len(needed) > 10
+    for name in known:
+        if name in needed:
+            with pytest.raises(ValueError, match=rf"settings: {re.escape(name)} unknown, now "):
+                check_resumable(without(now, name), now, "run")
+        elif now[name] == default_of(name):
+            check_resumable(without(now, name), now, "run")
+        else:
+            shown = re.escape(f"{name} {default_of(name)}, now {now[name]}")
+            with pytest.raises(ValueError, match=rf"settings: {shown}"):
+                check_resumable(without(now, name), now, "run")
+    at_default = [name for name in known - needed if now[name] == default_of(name)]
+    check_resumable(without(now, *at_default), now, "run")
+    changed = settings(replace(config, optim=replace(config.optim, qk_clip=100.0)))
+    with pytest.raises(ValueError, match=r"settings: optim\.qk_clip None, now 100\.0\. Resume"):
+        check_resumable(without(now, "optim.qk_clip"), changed, "run")
+
+
+REQUIRED_OF_MODEL = {field.name for field in fields(K3Config) if field.default is MISSING}
+
+
+def default_of(name: str):
+    part, _, field = name.rpartition(".")
+    kind = {"": TrainConfig, "data": DataConfig, "optim": OptimConfig, "model": K3Config}[part]
+    value = {f.name: f.default for f in fields(kind)}[field]
+    return list(value) if isinstance(value, tuple) else value
+
+
+@pytest.mark.parametrize("value", [3, None])
+def test_a_setting_unknown_here_is_a_difference(value):
+    now = settings(tiny())
+    with pytest.raises(ValueError, match=rf"settings: optim\.novel {value}, now unknown\. Resume"):
+        check_resumable({**now, "optim.novel": value}, now, "run")
+
+
+def test_a_vision_tower_that_was_not_there_is_a_difference():
+    """Its settings have defaults, but it had none; of one that was there a new setting has."""
+    seeing = replace(tiny(), model=tiny().model.replace(vision=VisionConfig(text_width=tiny().model.hidden_size)))
+    plain, now = settings(tiny()), settings(seeing)
+    for saved in (plain, without(plain, "model.vision")):
+        with pytest.raises(ValueError, match="other settings: model.vision"):
+            check_resumable(saved, now, "run")
+    check_resumable(without(now, "model.vision.num_layers"), now, "run")
+    with pytest.raises(ValueError, match="other settings: model.vision"):
+        check_resumable(now, plain, "run")

@@ -27,8 +27,9 @@ def test_rows_after_the_checkpoint_are_cut_off(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_damage_is_named(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnoise\n')
+@pytest.mark.parametrize("row", ["noise", "[]", "3", "{}", '{"step": "1"}', ""])
+def test_damage_is_named(tmp_path, row):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{row}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl is damaged .*; move it away"):
         JsonLines(tmp_path / "metrics.jsonl", 1)
 
