@@ -1,0 +1,96 @@
+"""Launches of the permutation's kernels: where pairs stand, tokens to rows, rows to tokens."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton import knobs
+
+from rille.ops.moe import permute_kernels
+
+TILE = 128  # rows of a tile on the card, which is what one product takes at a time
+BLOCK = 4096  # elements of a program that copies
+
+
+class Places(NamedTuple):
+    """Where pairs stand. Rows behind the last expert's are in no tile and hold nothing."""
+
+    row_of_pair: Tensor  # int32 [N A]
+    pair_of_row: Tensor  # int32 [tiles TILE]: -1 where none
+    expert_of_tile: Tensor  # int32 [tiles]: -1 behind the last
+    ends: Tensor  # int32 [E]: the first row behind each expert's, a multiple of TILE
+
+
+def interpreting() -> bool:
+    return bool(knobs.runtime.interpret)
+
+
+def tile_rows() -> int:
+    """Small in the interpreter, so that few tokens make many tiles."""
+    return 16 if interpreting() else TILE
+
+
+def power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def tiles_bound(pairs: int, E: int) -> int:
+    """The most tiles that so many pairs can need: no expert has more than one that is not full."""
+    return (pairs + min(pairs, E) * (tile_rows() - 1)) // tile_rows()
+
+
+def permute(ids: Tensor, E: int) -> Places:
+    """ids [N, A] of any integer dtype in [0, E), dense."""
+    pairs, tile, span = ids.numel(), tile_rows(), 16 if interpreting() else 128
+    tiles, blocks, block = tiles_bound(pairs, E), -(-pairs // span), power_of_two(E)
+    new: dict[str, Any] = dict(dtype=torch.int32, device=ids.device)
+    counts, total, ends = torch.empty(blocks, E, **new), torch.empty(E, **new), torch.empty(E, **new)
+    row_of_pair, expert_of_tile = torch.empty(pairs, **new), torch.empty(tiles, **new)
+    pair_of_row = torch.full((tiles * tile,), -1, **new)
+    places = Places(row_of_pair, pair_of_row, expert_of_tile, ends)
+    if not pairs:
+        ends.zero_()
+        return places
+    k: Any = permute_kernels
+    wide = min(16, block)
+    k.count_pairs[(blocks,)](ids, counts, pairs, E=E, BLOCK=block, SPAN=span, num_warps=8)
+    k.sum_blocks[(-(-E // wide),)](counts, total, blocks, E=E, SPAN=span, WIDE=wide, num_warps=4)
+    k.table_of_tiles[(-(-tiles // span),)](
+        total, ends, expert_of_tile, tiles, E=E, BLOCK=block, SPAN=span, TILE=tile, num_warps=4
+    )
+    k.place_pairs[(blocks,)](
+        ids, counts, total, ends, row_of_pair, pair_of_row, pairs, E=E, SPAN=span, TILE=tile, num_warps=4
+    )
+    return places
+
+
+def gather(x: Tensor, places: Places, A: int, dtype: torch.dtype) -> Tensor:
+    """rows [tiles TILE, D]: the token of each row, zeros where a row of a tile has none. x may have distant rows."""
+    (_, D), tile = x.shape, tile_rows()
+    rows = torch.empty(len(places.pair_of_row), D, dtype=dtype, device=x.device)
+    columns = min(1024, power_of_two(D))
+    height = max(1, min(tile, BLOCK // columns))
+    if len(rows):
+        launch: Any = permute_kernels.gather_rows[(len(rows) // height, -(-D // columns))]
+        launch(
+            x, places.pair_of_row, places.expert_of_tile, rows, x.stride(0), D=D, A=A, TILE=tile, ROWS=height,
+            COLUMNS=columns, num_warps=4,
+        )  # fmt: skip
+    return rows
+
+
+def combine(rows: Tensor, places: Places, weights: Tensor | None, N: int, A: int, dtype: torch.dtype) -> Tensor:
+    """out [N, D]: the sum of each token's rows in the order of its choices, weighted where weights [N, A] are given."""
+    D = rows.shape[1]
+    out = torch.empty(N, D, dtype=dtype, device=rows.device)
+    columns = min(512, power_of_two(D))
+    height = max(1, BLOCK // 2 // columns)
+    if N:
+        launch: Any = permute_kernels.combine_rows[(-(-N // height), -(-D // columns))]
+        launch(
+            rows, places.row_of_pair, weights, out, N, D=D, A=A, ROWS=height, COLUMNS=columns,
+            WEIGH=weights is not None, num_warps=4,
+        )  # fmt: skip
+    return out
