@@ -12,14 +12,20 @@ expert_load_violation is max load / mean load - 1 of the worst layer: 0 is a per
 from __future__ import annotations
 
 import json
+import os
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from socket import gethostname
+from time import time, time_ns
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from rille.model.publish import write_whole
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
 
 METRICS = "metrics.jsonl"
 
@@ -63,17 +69,32 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class TensorBoard:
-    """Scalars for `tensorboard --logdir`. The library is imported when the first run needs it."""
+    """Scalars for `tensorboard --logdir`, on disk before the next step begins.
+
+    The library's own writer is a thread, where a full disk is a traceback and no error. After a resume the steps of a
+    run that died count no more. The library is imported when the first run needs it; its messages are made at run time.
+    """
 
     def __init__(self, directory: Path, step: int, stack: ExitStack):
-        from torch.utils.tensorboard import SummaryWriter
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self.writer = SummaryWriter(str(directory), purge_step=step + 1)
-        stack.callback(self.writer.close)
+        directory.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time_ns()}.{gethostname()}.{os.getpid()}"
+        self.file = stack.enter_context((directory / name).open("wb"))
+        self.records = RecordWriter(self.file)
+        self.event, self.summary = vars(event_pb2)["Event"], vars(summary_pb2)["Summary"]
+        start = vars(event_pb2)["SessionLog"](status="START")
+        self._write(self.event(wall_time=time(), file_version="brain.Event:2"))
+        self._write(self.event(wall_time=time(), step=step + 1, session_log=start))
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        for name, value in values.items():
-            self.writer.add_scalar(name, value, step)
+        scalars = [self.summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._write(self.event(wall_time=time(), step=step, summary=self.summary(value=scalars)))
+
+    def _write(self, event: Message) -> None:
+        self.records.write(event.SerializeToString())
+        self.file.flush()
 
 
 class Bar:

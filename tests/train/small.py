@@ -1,5 +1,7 @@
 """The smallest run with every mechanism on: two KDA layers, one MLA layer, experts, two AttnRes blocks."""
 
+import resource
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,3 +66,14 @@ def small_run(tmp_path: Path, **changes) -> Run:
     """A run at step 0, without loggers."""
     config = small_config(tmp_path, **changes)
     return set_up(config, prepare_corpus(config.data, Path(config.out) / "corpus"))
+
+
+@contextmanager
+def largest_file(size: int):
+    """Writing beyond `size` bytes fails, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -1,8 +1,6 @@
 """Checkpoints of a run: what is in them, which are kept, that a save that fails leaves the old ones whole."""
 
 import json
-import resource
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -15,7 +13,7 @@ from rille.text.tokenizer import load_tokenizer
 from rille.train import loop
 from rille.train.checkpoint import read_numbers, remove_unfinished, restore, save_checkpoint
 from rille.train.pretrain import pretrain
-from tests.train.small import small_config, small_run
+from tests.train.small import largest_file, small_config, small_run
 
 
 def one_step(run) -> None:
@@ -131,17 +129,6 @@ def test_a_checkpoint_of_before_a_setting_was_added_resumes(tmp_path):
     file.write_text(json.dumps(numbers))
     pretrain(replace(config, resume=True))
     assert [step for step, _ in step_checkpoints(tmp_path / "run")] == [2, 4]
-
-
-@contextmanager
-def largest_file(size: int):
-    """Writing beyond `size` bytes fails, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("size", [100, 2_000, 40_000, 200_000])

@@ -8,6 +8,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rille.train.metrics import Bar, JsonLines, Lines, TensorBoard, read_metrics
+from tests.train.small import largest_file
 
 VALUES = {"loss": 2.5, "tokens_per_second": 4321.0}
 
@@ -43,6 +44,28 @@ def test_tensorboard_reads_the_scalars(tmp_path):
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 2.5), (2, 1.5)]
     assert [event.value for event in events.Scalars("tokens_per_second")] == [4321.0]
+
+
+def test_tensorboard_forgets_the_steps_of_a_run_that_died(tmp_path):
+    for start, steps, value in ((0, (1, 2, 3, 4), 9.0), (2, (3,), 1.0)):
+        with ExitStack() as stack:
+            board = TensorBoard(tmp_path, start, stack)
+            for step in steps:
+                board.log(step, {"loss": value})
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 9.0), (2, 9.0), (3, 1.0)]
+
+
+@pytest.mark.parametrize("kind", [JsonLines, TensorBoard])
+def test_a_full_disk_is_an_error_of_the_step(tmp_path, kind, capsys):
+    """Not of a thread whose traceback passes by."""
+    with pytest.raises(OSError, match="File too large"), ExitStack() as stack:
+        logger = kind(tmp_path / "place", 0, stack) if kind is TensorBoard else kind(tmp_path / "place", 0)
+        with largest_file(1000):
+            for step in range(1, 100):
+                logger.log(step, VALUES)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_line_now_and_then():
