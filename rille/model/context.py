@@ -22,8 +22,9 @@ from rille.packing import Packing
 if TYPE_CHECKING:
     from rille.model.balance import Counts
     from rille.model.media import Media
-    from rille.model.memory import Memory
     from rille.model.moe import ExpertWeights
+    from rille.ops.kda import Projected
+    from rille.ops.mla import LatentCache
 
 Tap = Callable[[str, Tensor], Tensor]
 
@@ -31,6 +32,17 @@ Tap = Callable[[str, Tensor], Tensor]
 def no_tap(name: str, tensor: Tensor) -> Tensor:
     """The default tap: gives the tensor back unchanged."""
     return tensor
+
+
+class LayerMemory(Protocol):
+    """What a layer asks of the memory of a batch: its pools with the slots of the batch's sequences, and (KDA) whether
+    its projected inputs are to be remembered, so that tokens can be taken back. `rille.model.memory.Memory` is one; an
+    engine has another, over pages."""
+
+    def state(self, layer: int) -> PooledState: ...
+    def tail(self, layer: int) -> PooledTail: ...
+    def latents(self, layer: int) -> LatentCache: ...
+    def remember(self, layer: int, inputs: Projected) -> None: ...
 
 
 class Exchange(Protocol):
@@ -118,7 +130,7 @@ class Context:
     """Everything a forward call carries besides the hidden states. The defaults: one device that remembers nothing."""
 
     packing: Packing
-    memory: Memory | None = None
+    memory: LayerMemory | None = None
     routes: Routes | None = None
     counts: Counts | None = None
     tap: Tap = no_tap

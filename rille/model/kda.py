@@ -50,18 +50,24 @@ class KDA(nn.Module):
         self.layer, self.lower_bound, self.eps = layer, c.decay_lower_bound, c.norm_eps
 
     def forward(self, x_ND: Tensor, ctx: Context) -> Tensor:
-        inputs, decay = self._projected(x_ND), Gate(self.A_log, self.dt_bias.view(self.heads, -1), self.lower_bound)
+        inputs = self._projected(x_ND)
+        if ctx.memory is not None:
+            ctx.memory.remember(self.layer, inputs)
+        return linear(self.replay(inputs, ctx), self.out_proj)
+
+    def replay(self, inputs: Projected, ctx: Context) -> Tensor:
+        """From the projections to the layer's output before its last product [N, H V]; the memory moves on by these
+        tokens. An engine calls it for inputs that it remembered, with drafts that came true."""
+        decay = Gate(self.A_log, self.dt_bias.view(self.heads, -1), self.lower_bound)
         state = ctx.shard.kda_state(ctx.memory.state(self.layer) if ctx.memory else None)
         tail = ctx.shard.conv_tail(inputs.qkv, ctx.memory.tail(self.layer) if ctx.memory else None)
         layer = DecodeLayer(self.qkv_conv, decay, self.out_norm, self.eps)
         if isinstance(state, PooledState) and isinstance(tail, PooledTail) and one_launch(inputs, layer, ctx):
-            y_NV = kda_decode(inputs, layer, Pools(state.pool, tail.pool), state.slots)
-        else:
-            y_NV = self._composed(inputs, decay, state, tail, ctx)
-        return linear(y_NV, self.out_proj)
+            return kda_decode(inputs, layer, Pools(state.pool, tail.pool), state.slots)
+        return self._composed(inputs, decay, state, tail, ctx)
 
     def _composed(self, inputs: Projected, decay: Gate, state: KdaState, tail: ConvTail, ctx: Context) -> Tensor:
-        """From the projections to the layer's output before its last product [N, H V], op by op."""
+        """The same op by op."""
         y_NC, _ = short_conv(inputs.qkv, self.qkv_conv, ctx.packing, tail)
         q_NHK, k_NHK, v_NHV = (t.unflatten(-1, (self.heads, -1)) for t in y_NC.chunk(3, dim=-1))
         z_NHK, gate_NHV = (t.unflatten(-1, (self.heads, -1)) for t in (inputs.z, inputs.gate))

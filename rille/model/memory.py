@@ -16,7 +16,7 @@ from torch import Tensor
 from rille.model.arguments import whole
 from rille.model.config import K3Config
 from rille.ops.conv import PooledTail
-from rille.ops.kda import PooledState
+from rille.ops.kda import PooledState, Projected
 from rille.ops.mla import LatentCache
 from rille.packing import Packing
 
@@ -113,6 +113,9 @@ class Memory:
 
     def latents(self, layer: int) -> LatentCache:
         return LatentCache(self._latents[layer], self._table)
+
+    def remember(self, layer: int, inputs: Projected) -> None:
+        """Nothing is taken back here."""
 
 
 def described(c: K3Config, dtype: torch.dtype, device: torch.device, layers: Sequence[int] | None) -> dict[str, object]:
