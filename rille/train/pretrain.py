@@ -18,8 +18,10 @@ from statistics import median
 
 import torch
 
+from rille.data.built import open_built
 from rille.data.corpus import Corpus, bits_per_byte, prepare_corpus, unigram_nats
-from rille.data.loader import Batch, Loader, held_out_batches
+from rille.data.dataset import is_dataset
+from rille.data.loader import Batch, held_out_batches
 from rille.model.checkpoint import save_model
 from rille.model.model import K3, new_model
 from rille.model.names import count_parameters
@@ -46,7 +48,8 @@ def pretrain(config: TrainConfig) -> Path:
     out = Path(config.out)
     with sole_run(out):
         newest = starting_point(config, out)
-        corpus = prepare_corpus(config.data, out / CORPUS)
+        built = is_dataset(config.data.path)
+        corpus = open_built(config.data) if built else prepare_corpus(config.data, out / CORPUS)
         run = set_up(config, corpus)
         if newest is not None:
             restore(run, newest)
@@ -79,7 +82,7 @@ def set_up(config: TrainConfig, corpus: Corpus) -> Run:
     eos = corpus.tokenizer.eos_id
     model = new_model(config.model.replace(bos_id=eos, eos_id=eos), device=config.device, seed=config.seed)
     data = config.data
-    loader = Loader(corpus.train.tokens, corpus.train.boundaries, data.batch_tokens, data.sequence_length, data.seed)
+    loader = corpus.train.loader(data.batch_tokens, data.sequence_length, data.seed)
     follow = optimizer(named_parameters(model), config.optim)
     size = count_parameters(config.model)
     print(f"model: {size.total:,} parameters, {size.active:,} active")
