@@ -230,6 +230,13 @@ class OtherFiles:
                 shutil.copy2(file, directory / file.name)
 
 
+def data(arguments: Arguments) -> int:
+    """`rille data VERB ...`"""
+    from rille.data.commands import run
+
+    return run(arguments, parse)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
     """Say on paper what a model needs: parameters, FLOPs a token, memory."""
@@ -320,6 +327,7 @@ VERBS = {
     "generate": Verb(generate, "continue a prompt with a checkpoint"),
     "chat": Verb(chat, "talk with a checkpoint in the terminal: thinking, tools, pictures"),
     "convert": Verb(convert, "write a checkpoint anew: bf16, fp32, MXFP4 experts"),
+    "data": Verb(data, "make a training set: filters, duplicates, mixture, rephrasing, long documents"),
     "plan": Verb(plan, "what a model needs: parameters, FLOPs, memory"),
     "doctor": Verb(doctor, "what is installed here, and which backend each operation takes and why"),
 }
