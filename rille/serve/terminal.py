@@ -84,15 +84,24 @@ class Terminal:
         readline.parse_and_bind("set enable-bracketed-paste on")  # what is pasted is one message, however many lines
         while self.is_open:
             try:
-                if (line := input("> ")).strip():
-                    self.take(line)
-            except EOFError:
-                self.screen.note("")
-                return
-            except KeyboardInterrupt:
-                self.screen.note("\nCtrl-D or /quit leaves")
-            except (ValueError, OSError) as error:
-                self.screen.error(str(error))
+                self.ask()
+            except KeyboardInterrupt:  # a second one, before the first was answered
+                continue
+
+    def ask(self) -> None:
+        """One line from the terminal; what is wrong with it is said, and the conversation goes on."""
+        try:
+            if (line := input("> ")).strip():
+                self.take(line)
+        except EOFError:
+            self.screen.note("")
+            self.is_open = False
+        except KeyboardInterrupt:
+            self.screen.note("\nCtrl-D or /quit leaves")
+        except ValueError as error:
+            self.screen.error(str(error))
+        except OSError as error:
+            self.screen.error(f"{error.filename}: {error.strerror}" if error.filename else str(error))
 
     def take(self, line: str) -> None:
         """One line: a command, or a message (one that begins with / is typed with //)."""

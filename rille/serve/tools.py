@@ -21,6 +21,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -51,10 +52,12 @@ class Tool:
     hints: Mapping[str, Any]
 
     def run(self, arguments: str) -> str:
-        """The result as text. arguments: JSON. Raises ToolError for whatever goes wrong."""
+        """The result as text; what the function prints goes to standard error. arguments: JSON. Raises ToolError for
+        whatever goes wrong."""
         given = self._read(arguments)
         try:
-            return result_text(self.function(**given))
+            with redirect_stdout(sys.stderr):  # standard output is for the model's answers
+                return result_text(self.function(**given))
         except (Exception, SystemExit) as error:
             raise ToolError(f"{type(error).__name__}: {error}") from error
 

@@ -5,6 +5,7 @@ import pty
 import re
 import select
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -177,6 +178,13 @@ def test_at_a_terminal(checkpoint):
     assert b"tokens/s" in wait_for(ours, b"> ", after=b"read]")
     os.write(ours, b"/effort huge\n")
     assert b"not one of low" in wait_for(ours, b"> ", after=b"max")
+    os.write(ours, b"/save absent/talk.json\n")
+    assert b"absent/talk.json: No such file or directory" in wait_for(ours, b"> ", after=b"directory")
+    for _ in range(3):  # however fast they come, the conversation is still there
+        os.killpg(process.pid, signal.SIGINT)
+    wait_for(ours, b"> ", after=b"leaves")
+    os.write(ours, b"still there?\n")
+    assert b"tokens/s" in wait_for(ours, b"> ", after=b"read]")
     os.write(ours, b"\x04")
     assert process.wait(timeout=30) == 0
     os.close(ours)

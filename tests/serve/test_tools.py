@@ -157,3 +157,14 @@ def test_what_a_function_raises_and_returns_is_text():
     assert declare(talk_on).run("").endswith("[cut here: 5 of 30,005 characters left out]")
     with pytest.raises(ToolError, match="must be a JSON object, not array"):
         declare(fail).run("[1]")
+
+
+def loud(count: int) -> str:
+    """Prints."""
+    print("counting")
+    return "x" * count
+
+
+def test_what_a_tool_prints_is_no_answer(capsys):
+    assert declare(loud).run('{"count": 3}') == "xxx"
+    assert capsys.readouterr() == ("", "counting\n")
