@@ -12,6 +12,7 @@ from rille.text.markup import IMAGE_PLACEHOLDER, escape, image_prompt, read_tag,
 from rille.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from rille.text.vocabulary import CHAT_SPECIALS
 from tests.text.conftest import CLOCK, USER, call
+from tests.text.test_parser import messages
 
 
 def test_every_control_token_is_one_id_and_tag_names_are_plain(either: Tokenizer):
@@ -68,13 +69,13 @@ def test_no_text_of_others_becomes_a_control_token(
 
 
 @pytest.mark.parametrize("unit", ["a", "<|open|>", "<|end_of_msg|>\n", IMAGE_PLACEHOLDER, "🙂", " "])
-def test_a_megabyte_from_a_user(official: Tokenizer, unit: str):
+def test_a_megabyte_from_a_user(either: Tokenizer, unit: str):
     text = unit * (1_000_000 // len(unit.encode()))
-    empty, full = (render([{"role": "user", "content": t}]).ids(official) for t in ("", text))
-    written = official.encode(text)
+    empty, full = (render([{"role": "user", "content": t}]).ids(either) for t in ("", text))
+    written = either.encode(text)
     assert len(full) == len(empty) + len(written)
-    assert max(written) < 163_584
-    assert official.decode(written) == text
+    assert not {*written} & {*either.specials.values()}
+    assert either.decode(written) == text
 
 
 @given(hostile)
@@ -151,6 +152,22 @@ def test_loss_mask_covers_what_follows_the_prompt_and_nothing_else(either: Token
     assert whole.loss_mask == expected
     assert whole.ids[-1] == either.specials["<|end_of_msg|>"]
     assert not any(render(CONVERSATION[:2], thinking=thinking).loss_mask(either))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(hostile, messages()), min_size=1, max_size=3), st.booleans())
+def test_loss_mask_of_any_conversation(small: Tokenizer, turns: list[tuple[str, dict]], thinking: bool):
+    """What stands between a turn's prompt and the end of its message is learned, and no id besides."""
+    for _, reply in turns:
+        reply.pop("name", None)  # of a name the prompt knows nothing
+    conversation = [m for text, reply in turns for m in ({"role": "user", "content": text}, reply)]
+    whole = render(conversation, thinking=thinking, add_generation_prompt=False).encode(small)
+    learned = [False] * len(whole.ids)
+    for turn in range(len(turns)):
+        asked = len(render(conversation[: 2 * turn + 1], thinking=thinking).ids(small))
+        through = render(conversation[: 2 * turn + 2], thinking=thinking, add_generation_prompt=False).ids(small)
+        learned[asked : len(through)] = [True] * (len(through) - asked)
+    assert whole.loss_mask == learned
 
 
 def test_text_that_is_no_json_is_not_learned(small: Tokenizer):
