@@ -1,0 +1,114 @@
+"""Grammars as masks over tokens: what `rille.text.grammar` specifies, compiled with llguidance. No torch here.
+
+    matcher = Vocabulary(tokenizer).matcher(grammar)
+    matcher.allowed()  ->  bool [W]        which tokens may come next
+    matcher.accept(token)                  and so on, until `is_over`
+
+Several tokens can be tried and taken back (`rollback`), which drafts need.
+Source: llguidance's `docs/syntax.md`; github.com/guidance-ai/llguidance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from rille.text.grammar import Grammar
+from rille.text.vocabulary import END_OF_MESSAGE, Tokenizer
+
+
+class Vocabulary:
+    """A tokenizer as the compiler sees it; make one and keep it. Raises ValueError where llguidance is not installed or
+    the tokenizer has no control tokens."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        if find_spec("llguidance") is None:
+            raise ValueError("grammars need llguidance, which is not installed: pip install 'rille[serve]'")
+        if END_OF_MESSAGE not in tokenizer.specials:
+            raise ValueError(f"the tokenizer has no special token {END_OF_MESSAGE!r}, which ends what a grammar allows")
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        self.tokenizer = tokenizer
+        self._compiled: Any = LLTokenizer(TokenizerWrapper(_Spelled(tokenizer)))
+
+    def matcher(self, grammar: Grammar, prefix: str = "") -> Matcher:
+        """At the grammar's start, or after a text that is written already. Raises ValueError for a grammar that does
+        not compile and a text that it does not allow."""
+        from llguidance import LLMatcher
+
+        made = LLMatcher(self._compiled, LLMatcher.grammar_from_lark(grammar.lark))
+        if made.is_error():
+            raise ValueError(f"the grammar does not compile: {made.get_error()}")
+        matcher = Matcher(made, self.tokenizer.vocab_size, self.tokenizer.specials[grammar.stop])
+        ids = self.tokenizer.encode(prefix) if prefix else []
+        if (valid := matcher.count_valid(ids)) < len(ids):
+            there = self.tokenizer.decode(ids[:valid])
+            raise ValueError(f"the grammar allows {there!r} of what is written already, not {prefix!r}")
+        for token in ids:
+            matcher.accept(token)
+        return matcher
+
+
+class Matcher:
+    """Where one reply stands in its grammar; `stop` is the token that ends the reply."""
+
+    def __init__(self, made: Any, vocab_size: int, stop: int) -> None:
+        self._made = made
+        self._bits = np.zeros(-(-vocab_size // 32), dtype=np.int32)
+        self._vocab_size, self._stop = vocab_size, stop
+        self._num_beyond = 0  # accepted after the compiler had stopped: the stop token, when nothing else could come
+        self.is_over = False
+
+    def allowed(self) -> np.ndarray:
+        """bool [W]: the tokens that may come next; none where it is over."""
+        if self.is_over or self._made.is_stopped():
+            mask_W = np.zeros(self._vocab_size, dtype=bool)
+            mask_W[self._stop] = not self.is_over
+            return mask_W
+        self._made.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        return np.unpackbits(self._bits.view(np.uint8), bitorder="little")[: self._vocab_size].astype(bool)
+
+    def accept(self, token: int) -> None:
+        """Move on. Raises ValueError for a token that may not come here."""
+        if self.is_over or (self._made.is_stopped() and token != self._stop):
+            raise ValueError(f"the grammar does not allow token {token} here: the reply is complete")
+        if self._made.is_stopped():
+            self._num_beyond = 1
+        elif not self._made.consume_token(token):
+            raise ValueError(f"the grammar does not allow token {token} here: {self._made.get_error()}")
+        self.is_over = token == self._stop
+
+    def count_valid(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens could come, one after another. Nothing moves."""
+        if self.is_over:
+            return 0
+        if self._made.is_stopped():
+            return int(list(tokens[:1]) == [self._stop])
+        return self._made.validate_tokens(list(tokens))
+
+    def rollback(self, count: int) -> None:
+        """Take the last `count` accepted tokens back."""
+        if not count:
+            return
+        self.is_over = False
+        count, self._num_beyond = count - self._num_beyond, 0
+        if count and not self._made.rollback(count):
+            raise ValueError(f"the grammar cannot go back {count} tokens: {self._made.get_error()}")
+
+
+class _Spelled:
+    """The attributes by which llguidance knows a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = tokenizer.specials[END_OF_MESSAGE]
+        self.bos_token_id = None
+        self.special_token_ids = sorted(tokenizer.specials.values())
+        known = {*tokenizer.specials.values(), *(i for i, n in enumerate(tokenizer.byte_lengths()) if n)}
+        self.tokens = [tokenizer.token_bytes(i) if i in known else b"" for i in range(tokenizer.vocab_size)]
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return self._tokenizer.encode(text if isinstance(text, str) else text.decode("utf-8", errors="replace"))

@@ -1,0 +1,133 @@
+"""Grammars as masks: every token of a valid answer is let through, whatever is drawn from the mask parses, and what was
+tried can be taken back."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from rille.serve.grammar import Vocabulary
+from rille.text.chat import render
+from rille.text.grammar import Grammar, continuations
+from rille.text.parser import parse
+from rille.text.tokenizer import train_tokenizer
+
+USER = {"role": "user", "content": "hi"}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer"}},
+            "required": ["city"],
+        },
+    },
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}},
+    "required": ["ok"],
+    "additionalProperties": False,
+}
+JSON_FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+ENDING = "<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>"
+CALL = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo", "days": 3}'}}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["the city of Rome and Oslo", '{"ok": true}' * 20], 400, note=lambda text: None)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tokenizer):
+    return Vocabulary(tokenizer)
+
+
+def answer(tokenizer, message, **options):
+    rendered = render([USER, {"role": "assistant", **message}], add_generation_prompt=False, **options)
+    encoded = rendered.encode(tokenizer)
+    return [token for token, produced in zip(encoded.ids, encoded.loss_mask, strict=True) if produced]
+
+
+CASES = [
+    ({"reasoning": "hm", "content": '{"ok":true}'}, {"response_format": JSON_FORM}),
+    ({"reasoning": "hm", "content": "", "tool_calls": [CALL]}, {"tools": [TOOL]}),
+    ({"reasoning": "", "content": "both", "tool_calls": [CALL, CALL]}, {"tools": [TOOL], "tool_choice": "required"}),
+    ({"reasoning": "free", "content": "text"}, {}),
+]
+
+
+@pytest.mark.parametrize("message, options", CASES)
+def test_every_token_of_a_valid_answer_is_allowed(tokenizer, vocabulary, message, options):
+    matcher = vocabulary.matcher(continuations("think", options.get("tools", ()), **without_tools(options)))
+    for token in answer(tokenizer, message, **options):
+        allowed = matcher.allowed()
+        assert allowed.any() and allowed[token]
+        matcher.accept(token)
+    assert matcher.is_over and not matcher.allowed().any()
+
+
+def without_tools(options):
+    return {key: value for key, value in options.items() if key != "tools"}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_the_mask_lets_through_parses(tokenizer, vocabulary, seed):
+    """Draws among the allowed tokens, mostly towards the end; two grammars advance in turn."""
+    draws = random.Random(seed)
+    grammars = [
+        continuations("response", [TOOL], tool_choice="required"),
+        continuations("response", response_format=JSON_FORM),
+    ]
+    matchers, written = [vocabulary.matcher(grammar) for grammar in grammars], [[], []]
+    for _ in range(2000):
+        for matcher, ids in zip(matchers, written, strict=True):
+            if not matcher.is_over:
+                options = np.flatnonzero(matcher.allowed())
+                specials = [token for token in options if tokenizer.special_name(int(token))]
+                visible = [token for token in options if tokenizer.token_bytes(int(token)).strip()]
+                ids.append(int(draws.choice(specials or visible or options)))
+                matcher.accept(ids[-1])
+    assert all(matcher.is_over for matcher in matchers)
+    called, plain = (parse(ids, tokenizer, start="response") for ids in written)
+    arguments = json.loads(called.calls[0].arguments)
+    assert called.calls[0].name == "weather" and arguments["city"] in ("Rome", "Oslo")
+    assert set(json.loads(plain.content)) == {"ok"}
+
+
+def test_what_was_tried_is_taken_back(tokenizer, vocabulary):
+    matcher = vocabulary.matcher(continuations("response", response_format=JSON_FORM))
+    ids = tokenizer.encode('{"ok":fal')
+    everything = [*tokenizer.encode('{"ok":true}'), *tokenizer.encode_with_specials(ENDING)]
+    before = matcher.allowed()
+    for count in range(1, len(everything) + 1):
+        for token in everything[:count]:
+            matcher.accept(token)
+        assert matcher.is_over == (count == len(everything))
+        matcher.rollback(count)
+        assert np.array_equal(before, matcher.allowed()), count
+    assert matcher.count_valid([*ids, *tokenizer.encode("x")]) == len(ids)
+    for token in ids:
+        matcher.accept(token)
+    assert not np.array_equal(before, matcher.allowed())
+    matcher.rollback(len(ids))
+    assert np.array_equal(before, matcher.allowed())
+
+
+def test_a_partial_message_is_read_first(tokenizer, vocabulary):
+    grammar = continuations("response", response_format=JSON_FORM)
+    matcher = vocabulary.matcher(grammar, '{"ok":tr')
+    assert matcher.count_valid(tokenizer.encode("ue}")) == len(tokenizer.encode("ue}"))
+    with pytest.raises(ValueError, match="not '{\"no"):
+        vocabulary.matcher(grammar, '{"no')
+
+
+def test_faults_are_named(tokenizer, vocabulary):
+    with pytest.raises(ValueError, match="does not compile"):
+        vocabulary.matcher(Grammar("start: nowhere"))
+    matcher = vocabulary.matcher(continuations("response", response_format=JSON_FORM))
+    with pytest.raises(ValueError, match="does not allow token"):
+        matcher.accept(tokenizer.encode("x")[0])
