@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 from triton.runtime.errors import TritonError
 
-from rille.ops.moe import function, grouped, permute, products, select
+from rille.ops.moe import function, grouped, permute, products, router, select
 from rille.ops.moe import reference as moe_reference
 from rille.ops.moe.products import Glu, Tiles
 from rille.ops.norm import rms_norm
@@ -131,7 +131,7 @@ def gate_router() -> list[tuple[str, float, float]]:
     for N, E, A in ((4096, 896, 16), (4099, 256, 6), (513, 37, 5), (9, 4, 4)):
         logits = random(N, E, dtype=torch.float32).requires_grad_()
         bias = random(E, scale=0.3, dtype=torch.float32)
-        ids, weights, _, cutoff, load, histogram = function.router(logits, bias, A, 2.5, True, BINS)
+        ids, weights, _, cutoff, load, histogram = router.router(logits, bias, A, 2.5, True, BINS, False)
         scores = torch.sigmoid(logits)
         want_ids, want_cutoff = select.route(scores, bias, A)
         differ = (ids.sort(1).values != want_ids.sort(1).values).any(1).float().mean().item()
@@ -194,12 +194,12 @@ def parts(table: Table, s: Shape, forms: list[str]) -> None:
     ids, weights = random_ids(s.N, s.E, s.A), torch.rand(s.N, s.A, device="cuda")
     logits, bias = random(s.N, s.routed, dtype=torch.float32), random(s.routed, scale=0.01, dtype=torch.float32)
     pairs, name, product = s.N * s.A, s.name, 2.0 * s.N * s.A * s.L * s.F
-    routed = function.router(logits, bias, s.A, 1.0, True, BINS)
+    routed = router.router(logits, bias, s.A, 1.0, True, BINS, False)
     m = table.measure
     for bins in (0, BINS):
-        m(name, f"router, {bins} bins", lambda b=bins: function.router(logits, bias, s.A, 1.0, True, b),
+        m(name, f"router, {bins} bins", lambda b=bins: router.router(logits, bias, s.A, 1.0, True, b, False),
           giga=logits.nbytes / 1e9)  # fmt: skip
-    m(name, "router backward", lambda: function.router_backward(weights, routed[0], routed[2], s.routed, 1.0, True),
+    m(name, "router backward", lambda: router.router_backward(weights, routed[0], routed[2], s.routed, 1.0, True),
       giga=logits.nbytes / 1e9)  # fmt: skip
     m(name, "permute", lambda: permute.permute(ids, s.E))
     places = permute.permute(ids, s.E)
@@ -308,13 +308,13 @@ def layer(table: Table, s: Shape, forms: list[str]) -> None:
 
     def step(form: str) -> Any:
         experts = experts_of(form)
-        logits = cast(Tensor, function.Logits.apply(x, w["router"]))
+        logits = cast(Tensor, router.Logits.apply(x, w["router"]))
         if form == "peer":
             scores = torch.sigmoid(logits)
             ids = torch.topk(scores + bias, s.A, dim=1).indices
             weights = moe_reference.route_weights(scores, ids, 1.0, True)
         else:
-            ids, weights, *_ = function.router(logits, bias, s.A, 1.0, True, BINS)
+            ids, weights, *_ = router.router(logits, bias, s.A, 1.0, True, BINS, False)
         u = experts(linear(x, w["down"]), ids % s.E, weights, w["w13"], w["w2"]).to(x.dtype)
         y = linear(rms_norm(u, gain, 1e-5), w["up"])
         y = y + linear(situ(linear(x, w["s1"]), linear(x, w["s3"])), w["s2"])

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from rille.ops.moe import bin_range, required_bias_histogram
+
 # The report uses 1000. Rare experts have their whole share of tokens within a few such bins: at 896 experts, top-16 and
 # 20,000 tokens 1000 bins leave a load violation of 0.12 to 0.13 after five updates, 2000 leave 0.11, 4000 leave 0.09
 # (exact quantile: 0.04 to 0.07).
@@ -40,31 +42,17 @@ class Counts:
     largest: dict[int, Tensor] = field(default_factory=dict)
 
     def add(self, layer: int, ids_NA: Tensor, scores_NE: Tensor, cutoff_N: Tensor, bias_E: Tensor) -> None:
-        experts = scores_NE.shape[1]
-        load_E = torch.bincount(ids_NA.flatten(), minlength=experts)
-        histogram_EB = required_bias_histogram(scores_NE, cutoff_N, bias_E, self.bins)
+        """Count a batch: experts taken, raw scores, the cutoffs of the router's own choice and their bias."""
+        load_E = torch.bincount(ids_NA.flatten(), minlength=scores_NE.shape[1])
+        self.add_counted(layer, load_E, required_bias_histogram(scores_NE, cutoff_N, bias_E, self.bins))
+
+    def add_counted(self, layer: int, load_E: Tensor, histogram_EB: Tensor) -> None:
         if layer in self.load:
             load_E, histogram_EB = load_E + self.load[layer], histogram_EB + self.histogram[layer]
         self.load[layer], self.histogram[layer] = load_E, histogram_EB
 
     def add_logits(self, layer: int, largest_H: Tensor) -> None:
         self.largest[layer] = torch.maximum(largest_H, self.largest.get(layer, largest_H))
-
-
-def required_bias_histogram(scores_NE: Tensor, cutoff_N: Tensor, bias_E: Tensor, bins: int = BINS) -> Tensor:
-    """int64 [E, B]: how many tokens need a bias in each bin to choose the expert. bias_E: the one of the cutoffs."""
-    with torch.no_grad():
-        low, width = _bin_range(bias_E, bins)
-        required_NE = cutoff_N[:, None] - scores_NE
-        bin_NE = ((required_NE - low) / width).floor().long().clamp_(0, bins - 1)
-        offset_E = torch.arange(bias_E.shape[0], device=bias_E.device) * bins
-        flat = torch.bincount((bin_NE + offset_E).flatten(), minlength=bias_E.shape[0] * bins)
-        return flat.view(-1, bins)
-
-
-def _bin_range(bias_E: Tensor, bins: int) -> tuple[Tensor, Tensor]:
-    low, high = bias_E.min() - 1, bias_E.max() + 1
-    return low, (high - low) / bins
 
 
 def exact_bias(scores_NE: Tensor, cutoff_N: Tensor, active: int) -> Tensor:
@@ -86,7 +74,7 @@ def histogram_bias(histogram_EB: Tensor, bias_E: Tensor, active: int) -> Tensor:
     """
     experts, bins = histogram_EB.shape
     tokens = int(histogram_EB[0].sum())
-    low, width = _bin_range(bias_E, bins)
+    low, width = bin_range(bias_E, bins)
     quota = tokens * active / experts
     cumulative_EB = histogram_EB.cumsum(1)
     bin_E1 = (cumulative_EB < math.ceil(quota)).sum(1, keepdim=True).clamp_(max=bins - 1)

@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 from rille.model.allocate import Allocate
 from rille.model.config import K3Config
 from rille.model.context import Context
-from rille.ops.moe import ExpertOperands, expert_glu, route, route_weights
+from rille.ops.moe import ExpertOperands, expert_glu, route, route_logits, route_weights, router_logits
 from rille.ops.norm import rms_norm
 from rille.ops.situ import situ_glu, swiglu
 
@@ -99,15 +99,27 @@ class LatentMoE(nn.Module):
         return y_ND + ctx.tap(f"{name}shared_experts.out", self.shared(x_ND, ctx))
 
     def _route(self, x_ND: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
-        wide = torch.promote_types(x_ND.dtype, torch.float32)
-        scores_NE = torch.sigmoid(linear(x_ND.to(wide), self.router.to(wide)))
-        routing = route(scores_NE, self.router_bias, self.active)
-        ids_NA = ctx.routes.pick(self.layer, routing.ids) if ctx.routes else routing.ids
-        weights_NA = route_weights(scores_NE, ids_NA, self.scale, self.renormalise)
-        if ctx.counts is not None:
-            ctx.counts.add(self.layer, ids_NA, scores_NE.detach(), routing.cutoff, self.router_bias)
+        logits_NE = router_logits(x_ND, self.router)
+        ids_NA, weights_NA = self._choose(logits_NE, ctx) if ctx.routes is None else self._replay(logits_NE, ctx)
         ids_NA = ctx.tap(f"layers.{self.layer}.router_topk_idx", ids_NA)
         return ids_NA, ctx.tap(f"layers.{self.layer}.router_topk_weight", weights_NA)
+
+    def _choose(self, logits_NE: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
+        bins = 0 if ctx.counts is None else ctx.counts.bins
+        routed = route_logits(logits_NE, self.router_bias, self.active, self.scale, self.renormalise, bins)
+        if ctx.counts is not None:
+            ctx.counts.add_counted(self.layer, routed.load, routed.histogram)
+        return routed.ids, routed.weights
+
+    def _replay(self, logits_NE: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
+        """The experts that `ctx.routes` holds or is to hold: weights and load are theirs, the histogram is not."""
+        assert ctx.routes is not None
+        scores_NE = torch.sigmoid(logits_NE)
+        routing = route(scores_NE, self.router_bias, self.active)
+        ids_NA = ctx.routes.pick(self.layer, routing.ids)
+        if ctx.counts is not None:
+            ctx.counts.add(self.layer, ids_NA, scores_NE.detach(), routing.cutoff, self.router_bias)
+        return ids_NA, route_weights(scores_NE, ids_NA, self.scale, self.renormalise)
 
     def _routed(self, z_NL: Tensor, ids_NA: Tensor, weights_NA: Tensor, ctx: Context) -> Tensor:
         """Weighted sum of the experts' outputs, [N, L], summed in fp32 and cast back."""

@@ -1,27 +1,34 @@
-"""The experts and the router as one op each for torch, forward and backward.
+"""The experts as one op for torch, forward and backward.
 
     rows = x[token of row]      y = experts' products      out_n = sum over a of weights[n, a] y[row of (n, a)]
 
 Backward keeps x, the weights and the places, nothing as wide as an expert: gate and up are multiplied again. With
 dy = d_out gathered and rounded to the products' dtype, d = dy W2 gives <act, d> for the weights before the weight
 itself enters; then d w goes on.
+
+`form` says whose products: "fused" are ours with the activation in the epilogue, "library" torch's grouped product with
+the activation apart.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from rille.ops.moe import permute, products, router_kernels
-from rille.ops.moe.permute import Places, interpreting, power_of_two
+from rille.ops.moe import permute, products
+from rille.ops.moe.permute import Places
 from rille.ops.moe.products import Glu
 
 FORMS = {
     "fused": (products.fused_forward, products.fused_backward),
     "library": (products.library_forward, products.library_backward),
 }
+
+
+def form_of(L: int, F: int) -> str:
+    """Narrow experts are bound by bytes, which fusing saves; wide ones by the tensor cores, which torch's product feeds
+    better."""
+    return "library" if L >= products.WIDE and F >= products.WIDE else "fused"
 
 
 @torch.library.custom_op("rille::moe_experts", mutates_args=())
@@ -80,95 +87,3 @@ def experts_gradient(ctx, d_out, *_):
 
 
 experts.register_autograd(experts_gradient, setup_context=save_experts)
-
-
-@torch.library.custom_op("rille::moe_router", mutates_args=())
-def router(
-    logits: Tensor, bias: Tensor, top: int, scale: float, renormalise: bool, bins: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """ids int64, weights, their scores [N, A]; cutoff [N]; load int64 [E]; histogram int64 [E, bins]. Floats fp32."""
-    (N, E), device = logits.shape, logits.device
-    ids = torch.empty(N, top, dtype=torch.int64, device=device)
-    weights, chosen = (torch.empty(N, top, dtype=torch.float32, device=device) for _ in range(2))
-    cutoff = torch.empty(N, dtype=torch.float32, device=device)
-    load = torch.zeros(E, dtype=torch.int64, device=device)
-    histogram = torch.zeros(E, bins, dtype=torch.int64, device=device)
-    block = power_of_two(E)
-    height = max(1, 512 // block)
-    if N:
-        launch: Any = router_kernels.router_forward[(min(-(-N // height), router_programs(device)),)]
-        launch(
-            logits, bias, ids, weights, chosen, cutoff, load, histogram, N, logits.stride(0), scale, E=E, A=top,
-            BINS=bins, BLOCK=block, CHOICES=power_of_two(top), ROWS=height, RENORMALISE=renormalise, num_warps=1,
-        )  # fmt: skip
-    return ids, weights, chosen, cutoff, load, histogram
-
-
-@router.register_fake
-def _(logits, bias, top, scale, renormalise, bins):
-    N, E = logits.shape
-    pairs = [logits.new_empty((N, top), dtype=kind) for kind in (torch.int64, torch.float32, torch.float32)]
-    counts = [logits.new_empty(shape, dtype=torch.int64) for shape in ((E,), (E, bins))]
-    return *pairs, logits.new_empty(N, dtype=torch.float32), *counts
-
-
-@torch.library.custom_op("rille::moe_router_backward", mutates_args=())
-def router_backward(d_weights: Tensor, ids: Tensor, chosen: Tensor, E: int, scale: float, renormalise: bool) -> Tensor:
-    """The gradient of the logits, fp32 [N, E]."""
-    N, A = ids.shape
-    d_logits = torch.zeros(N, E, dtype=torch.float32, device=ids.device)
-    if N:
-        launch: Any = router_kernels.router_backward[(-(-N // 32),)]
-        launch(
-            d_weights, ids, chosen, d_logits, N, scale, E=E, A=A, CHOICES=power_of_two(A), ROWS=32,
-            RENORMALISE=renormalise, num_warps=4,
-        )  # fmt: skip
-    return d_logits
-
-
-@router_backward.register_fake
-def _(d_weights, ids, chosen, E, scale, renormalise):
-    return d_weights.new_empty((ids.shape[0], E), dtype=torch.float32)
-
-
-def save_router(ctx, inputs, output) -> None:
-    logits, _, _, *ctx.settings, _ = inputs
-    ctx.experts = logits.shape[1]
-    ids, _, chosen, *rest = output
-    ctx.save_for_backward(ids, chosen)
-    ctx.mark_non_differentiable(ids, chosen, *rest)
-    ctx.set_materialize_grads(False)
-
-
-def router_gradient(ctx, _, d_weights, *rest):
-    if d_weights is None:
-        return (None,) * 6
-    ids, chosen = ctx.saved_tensors
-    d_logits = router_backward(d_weights.contiguous(), ids, chosen, ctx.experts, *ctx.settings)
-    return d_logits, None, None, None, None, None
-
-
-router.register_autograd(router_gradient, setup_context=save_router)
-
-
-def router_programs(device: torch.device) -> int:
-    if device.type != "cuda" or interpreting():
-        return 3
-    return 24 * torch.cuda.get_device_properties(device).multi_processor_count
-
-
-class Logits(torch.autograd.Function):
-    """x [N, D] W' [E, D] -> fp32 [N, E] from bf16 operands: the same products and sums as in fp32 throughout, on the
-    tensor cores. The gradient of the logits is rounded to bf16 for the two products of the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return torch.mm(x, weight.t(), out_dtype=torch.float32)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        d = grad_outputs[0].to(x.dtype)
-        wants_x, wants_weight = ctx.needs_input_grad
-        return d @ weight if wants_x else None, d.t() @ x if wants_weight else None

@@ -57,8 +57,8 @@ def permute(ids: Tensor, E: int) -> Places:
     wide = min(16, block)
     k.count_pairs[(blocks,)](ids, counts, pairs, E=E, BLOCK=block, SPAN=span, num_warps=8)
     k.sum_blocks[(-(-E // wide),)](counts, total, blocks, E=E, SPAN=span, WIDE=wide, num_warps=4)
-    k.table_of_tiles[(-(-tiles // span),)](
-        total, ends, expert_of_tile, tiles, E=E, BLOCK=block, SPAN=span, TILE=tile, num_warps=4
+    k.table_of_tiles[(-(-tiles // 16),)](
+        total, ends, expert_of_tile, tiles, E=E, BLOCK=block, SPAN=16, TILE=tile, num_warps=4
     )
     k.place_pairs[(blocks,)](
         ids, counts, total, ends, row_of_pair, pair_of_row, pairs, E=E, SPAN=span, TILE=tile, num_warps=4

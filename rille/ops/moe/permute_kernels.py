@@ -19,10 +19,12 @@ import triton.language as tl
 @triton.jit
 def count_pairs(ids, counts, PAIRS, E: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr):
     """Grid (blocks). counts int32 [blocks, E]."""
-    p_T = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
     e_B = tl.arange(0, BLOCK)
-    id_T = tl.load(ids + p_T, mask=p_T < PAIRS, other=-1).to(tl.int32)
-    count_B = tl.sum((id_T[:, None] == e_B[None, :]).to(tl.int32), 0)
+    count_B = tl.zeros([BLOCK], tl.int32)
+    for part in range(0, SPAN, 16):
+        p_T = tl.program_id(0) * SPAN + part + tl.arange(0, 16)
+        id_T = tl.load(ids + p_T, mask=p_T < PAIRS, other=-1).to(tl.int32)
+        count_B += tl.sum((id_T[:, None] == e_B[None, :]).to(tl.int32), 0)
     tl.store(counts + tl.program_id(0).to(tl.int64) * E + e_B, count_B, mask=e_B < E)
 
 

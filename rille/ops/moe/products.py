@@ -17,6 +17,8 @@ from rille.ops.moe import product_kernels
 from rille.ops.moe.permute import Places, interpreting, tile_rows
 from rille.ops.situ import launch as situ
 
+WIDE = 1024  # from this latent and this expert width on the tensor cores are the limit
+
 
 class Glu(NamedTuple):
     """The activation: caps of the gate and the up part, and whether they count (else SwiGLU)."""
@@ -69,7 +71,7 @@ def plan(L: int, F: int) -> Plan:
         return Plan(
             replace(small, columns=64, parts=4), small, replace(small, columns=32, parts=2), small, small, small
         )
-    if L >= 1024 and F >= 1024:
+    if L >= WIDE and F >= WIDE:
         wide = Tiles(256, 64, 8, 3)
         return Plan(Tiles(128, 64, 8, 4, parts=4), wide, Tiles(64, 64, 8, 3, parts=2), wide, wide, wide)
     step_L, step_F = divisor(L), divisor(2 * F)

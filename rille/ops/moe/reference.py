@@ -5,7 +5,11 @@
     w = s_T / (sum s_T + 1e-20) * scale
     y = sum over e in T of w_e W2_e act(W1_e x, W3_e x)
 
-Technical report equations 11 and 13. Axes: N tokens, E experts, A active experts a token, L latent, F expert width.
+The histogram of Quantile Balancing counts, for each expert, how many tokens need a bias r = cutoff - s in each of B
+equal bins of [b_min - 1, b_max + 1].
+
+Technical report equations 11 and 13, appendix D. Axes: N tokens, E experts, A active experts a token, L latent, F
+expert width, B bins.
 """
 
 from collections.abc import Callable
@@ -28,6 +32,23 @@ def route_weights(scores_NE: Tensor, ids_NA: Tensor, scale: float, renormalise: 
     if renormalise:
         weights_NA = weights_NA / (weights_NA.sum(-1, keepdim=True) + 1e-20)
     return weights_NA * scale
+
+
+def required_bias_histogram(scores_NE: Tensor, cutoff_N: Tensor, bias_E: Tensor, bins: int) -> Tensor:
+    """int64 [E, B]: how many tokens need a bias in each bin to choose the expert. bias_E: the one of the cutoffs."""
+    with torch.no_grad():
+        low, width = bin_range(bias_E, bins)
+        required_NE = cutoff_N[:, None] - scores_NE
+        bin_NE = ((required_NE - low) / width).floor().long().clamp_(0, bins - 1)
+        offset_E = torch.arange(bias_E.shape[0], device=bias_E.device) * bins
+        flat = torch.bincount((bin_NE + offset_E).flatten(), minlength=bias_E.shape[0] * bins)
+        return flat.view(-1, bins)
+
+
+def bin_range(bias_E: Tensor, bins: int) -> tuple[Tensor, Tensor]:
+    """Where the bins of the histogram begin, and their width."""
+    low, high = bias_E.min() - 1, bias_E.max() + 1
+    return low, (high - low) / bins
 
 
 def expert_glu(

@@ -26,18 +26,18 @@ def ordered(x):
 
 
 @triton.jit
-def sigmoid(z):
-    return 1.0 / (1.0 + tl.exp(-z))
+def score_of(z, SCORED: tl.constexpr):
+    return z if SCORED else 1.0 / (1.0 + tl.exp(-z))
 
 
 @triton.jit
 def router_forward(
     logits, bias, ids, weights, chosen, cutoff, load, histogram, N, logits_row, scale,
     E: tl.constexpr, A: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, CHOICES: tl.constexpr,
-    ROWS: tl.constexpr, RENORMALISE: tl.constexpr,
+    ROWS: tl.constexpr, RENORMALISE: tl.constexpr, SCORED: tl.constexpr,
 ):  # fmt: skip
     """Grid (P). ids int64, weights, chosen (their scores) [N, A]; load int64 [E]; histogram int64 [E, BINS], not
-    counted where BINS is 0."""
+    counted where BINS is 0. SCORED: the logits are scores."""
     e_B, a_K = tl.arange(0, BLOCK), tl.arange(0, CHOICES)
     bias_B = tl.load(bias + e_B, mask=e_B < E, other=0.0)
     low = tl.min(tl.where(e_B < E, bias_B, float("inf")), 0) - 1.0
@@ -46,7 +46,8 @@ def router_forward(
     for tile in range(tl.program_id(0).to(tl.int64), tl.cdiv(N, ROWS), tl.num_programs(0)):
         n_R = tile * ROWS + tl.arange(0, ROWS)
         inside_RB = (n_R < N)[:, None] & (e_B < E)[None, :]
-        s_RB = sigmoid(tl.load(logits + n_R[:, None] * logits_row + e_B[None, :], mask=inside_RB, other=0.0))
+        z_RB = tl.load(logits + n_R[:, None] * logits_row + e_B[None, :], mask=inside_RB, other=0.0)
+        s_RB = score_of(z_RB, SCORED)
         left_RB = ordered((s_RB + bias_B[None, :]).to(tl.int32, bitcast=True))
         left_RB = tl.where(inside_RB, left_RB, LOWEST)
         ids_RK = tl.zeros([ROWS, CHOICES], tl.int32)
@@ -61,7 +62,7 @@ def router_forward(
         pair_RK = n_R[:, None] * A + a_K[None, :]
         inside_RK = (n_R < N)[:, None] & (a_K < A)[None, :]
         z_RK = tl.load(logits + n_R[:, None] * logits_row + ids_RK, mask=inside_RK, other=0.0)
-        s_RK = tl.where(inside_RK, sigmoid(z_RK), 0.0)
+        s_RK = tl.where(inside_RK, score_of(z_RK, SCORED), 0.0)
         w_RK = s_RK * scale
         if RENORMALISE:
             w_RK = s_RK / (tl.sum(s_RK, 1) + 1e-20)[:, None] * scale

@@ -84,7 +84,9 @@ def products(size: str) -> list[Specimen]:
 def routes(size: str) -> list[Specimen]:
     L, F, E, A = SHAPES[size]
     E, block, choices = (896, 1024, 16) if size == "k3" else (E, 256, 8)
-    router = dict(E=E, A=A, BINS=4000, BLOCK=block, CHOICES=choices, ROWS=max(1, 512 // block), RENORMALISE=True)
+    router = dict(
+        E=E, A=A, BINS=4000, BLOCK=block, CHOICES=choices, ROWS=max(1, 512 // block), RENORMALISE=True, SCORED=False
+    )
     back = dict(E=E, A=A, CHOICES=choices, ROWS=32, RENORMALISE=True)
     columns = min(1024, L)
     return [
@@ -92,7 +94,7 @@ def routes(size: str) -> list[Specimen]:
         specimen(f"router_backward_{size}", router_kernels.router_backward, back, 4),
         specimen(f"count_{size}", permute_kernels.count_pairs, dict(E=E, BLOCK=block, SPAN=128), 8),
         specimen(f"sum_blocks_{size}", permute_kernels.sum_blocks, dict(E=E, SPAN=128, WIDE=16), 4),
-        specimen(f"table_{size}", permute_kernels.table_of_tiles, dict(E=E, BLOCK=block, SPAN=128, TILE=TILE), 4),
+        specimen(f"table_{size}", permute_kernels.table_of_tiles, dict(E=E, BLOCK=block, SPAN=16, TILE=TILE), 4),
         specimen(f"place_{size}", permute_kernels.place_pairs, dict(E=E, SPAN=128, TILE=TILE), 4),
         specimen(
             f"gather_{size}", permute_kernels.gather_rows,

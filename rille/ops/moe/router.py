@@ -1,0 +1,108 @@
+"""The router as ops for torch: the product that makes the logits, and what follows from them in one pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rille.ops.moe import router_kernels
+from rille.ops.moe.permute import interpreting, power_of_two
+
+MOST_EXPERTS = 2048  # a row of scores in the registers of one warp
+
+
+@torch.library.custom_op("rille::moe_router", mutates_args=())
+def router(
+    logits: Tensor, bias: Tensor, top: int, scale: float, renormalise: bool, bins: int, scored: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """ids int64, weights, their scores [N, A]; cutoff [N]; load int64 [E]; histogram int64 [E, bins]. Floats fp32.
+    scored: logits are scores already, and the weights carry no gradient."""
+    (N, E), device = logits.shape, logits.device
+    ids = torch.empty(N, top, dtype=torch.int64, device=device)
+    weights, chosen = (torch.empty(N, top, dtype=torch.float32, device=device) for _ in range(2))
+    cutoff = torch.empty(N, dtype=torch.float32, device=device)
+    load = torch.zeros(E, dtype=torch.int64, device=device)
+    histogram = torch.zeros(E, bins, dtype=torch.int64, device=device)
+    block = power_of_two(E)
+    height = max(1, 512 // block)
+    if N:
+        launch: Any = router_kernels.router_forward[(min(-(-N // height), router_programs(device)),)]
+        launch(
+            logits, bias, ids, weights, chosen, cutoff, load, histogram, N, logits.stride(0), scale, E=E, A=top,
+            BINS=bins, BLOCK=block, CHOICES=power_of_two(top), ROWS=height, RENORMALISE=renormalise, SCORED=scored,
+            num_warps=1,
+        )  # fmt: skip
+    return ids, weights, chosen, cutoff, load, histogram
+
+
+@router.register_fake
+def _(logits, bias, top, scale, renormalise, bins, scored):
+    N, E = logits.shape
+    pairs = [logits.new_empty((N, top), dtype=kind) for kind in (torch.int64, torch.float32, torch.float32)]
+    counts = [logits.new_empty(shape, dtype=torch.int64) for shape in ((E,), (E, bins))]
+    return *pairs, logits.new_empty(N, dtype=torch.float32), *counts
+
+
+@torch.library.custom_op("rille::moe_router_backward", mutates_args=())
+def router_backward(d_weights: Tensor, ids: Tensor, chosen: Tensor, E: int, scale: float, renormalise: bool) -> Tensor:
+    """The gradient of the logits, fp32 [N, E]."""
+    N, A = ids.shape
+    d_logits = torch.zeros(N, E, dtype=torch.float32, device=ids.device)
+    if N:
+        launch: Any = router_kernels.router_backward[(-(-N // 32),)]
+        launch(
+            d_weights, ids, chosen, d_logits, N, scale, E=E, A=A, CHOICES=power_of_two(A), ROWS=32,
+            RENORMALISE=renormalise, num_warps=4,
+        )  # fmt: skip
+    return d_logits
+
+
+@router_backward.register_fake
+def _(d_weights, ids, chosen, E, scale, renormalise):
+    return d_weights.new_empty((ids.shape[0], E), dtype=torch.float32)
+
+
+def save_router(ctx, inputs, output) -> None:
+    logits, _, _, *ctx.settings, _, ctx.scored = inputs
+    ctx.experts = logits.shape[1]
+    ids, _, chosen, *rest = output
+    ctx.save_for_backward(ids, chosen)
+    ctx.mark_non_differentiable(ids, chosen, *rest)
+    ctx.set_materialize_grads(False)
+
+
+def router_gradient(ctx, _, d_weights, *rest):
+    if d_weights is None:
+        return (None,) * 7
+    assert not ctx.scored
+    ids, chosen = ctx.saved_tensors
+    d_logits = router_backward(d_weights.contiguous(), ids, chosen, ctx.experts, *ctx.settings)
+    return d_logits, None, None, None, None, None, None
+
+
+router.register_autograd(router_gradient, setup_context=save_router)
+
+
+def router_programs(device: torch.device) -> int:
+    if device.type != "cuda" or interpreting():
+        return 3
+    return 24 * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+class Logits(torch.autograd.Function):
+    """x [N, D] W' [E, D] -> fp32 [N, E] from bf16 operands: the same products and sums as in fp32 throughout, on the
+    tensor cores. The gradient of the logits is rounded to bf16 for the two products of the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        d = grad_outputs[0].to(x.dtype)
+        wants_x, wants_weight = ctx.needs_input_grad
+        return d @ weight if wants_x else None, d.t() @ x if wants_weight else None
