@@ -1,13 +1,14 @@
 """MLA attention on one GPU: first right, then fast, beside PyTorch's kernels and the bytes and products that must be.
 
-    PYTHONPATH=. python3 benchmarks/ops/mla.py --out FOLDER [--part packed|latents] [--only WORD] [--no-variants]
+    PYTHONPATH=. python3 benchmarks/ops/mla.py --out FOLDER [--part NAME] [--only WORD] [--no-variants]
 
 Each part is a process of its own: a fault in one leaves the other's figures. The gates compare outputs and gradients
 with float64 on the same card, two backward passes bit for bit, a sequence alone and in a batch bit for bit. Then times:
 medians of `triton.testing.do_bench`, single kernels and decode out of a CUDA graph. "packed" is the causal form at
 192 / 128 channels: PyTorch's backends forced by name and ours; TFLOP/s count half of the score matrix. "latents" is
 decoding from a paged cache; its floor reads each cached row once, at the speed of a copy measured in the same run.
-Variants are other block sizes. The tables come last; FOLDER/mla_*.json hold the numbers as far as a part came.
+"rings" is the forward kernel in Gluon beside its twin. Variants are other block sizes. The tables come last;
+FOLDER/mla_*.json hold the numbers as far as a part came.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from rille.packing import Packing
 
 K, V = 192, 128
 BF16 = torch.bfloat16
+PARTS = ("latents", "packed", "rings")
 MIXED = (1300, 547, 2048, 963, 271, 3063)
 CASES = {
     "B4 T4096 H8": ((4096,) * 4, 8),
@@ -67,6 +69,53 @@ def gate_packed(report: Report) -> None:
             wanted = torch.autograd.grad(want, exact[:count], weight.to(got.dtype).double())
             errors = {n: distance(a, b) for n, a, b in zip(("dq", "dk", "dv", "dgate"), grads[0], wanted, strict=False)}
             report.gate(f"{lengths} {k}/{v}{' gated' if gated else ''}", 1e-2, o=distance(got, want), **errors)
+
+
+def gate_rings(report: Report) -> None:
+    """The forward kernel in Gluon against its twin: both round the same weights, at other maxima. The last sequence is
+    NaN throughout."""
+    for lengths, H, k, v in [((300, 1, 0, 129, 700), 3, K, V), ((2048, 127), 2, 128, 128), ((700, 1), 2, 96, 64)]:
+        (q, key, value, gate), packing = draw(lengths, H, k, v)
+        kept = sum(lengths[:-1])
+        for x in (q, key, value, gate):
+            x.detach()[kept:] = torch.nan
+        for gated in (False, True):
+            form: Callable[..., Tensor] = gated_attention if gated else attention
+            inputs = [q, key, value, gate] if gated else [q, key, value]
+            results = []
+            for rings in (False, True):
+                launch.RINGS = rings
+                out = form(*inputs, packing, k**-0.5, backend="triton")
+                results.append((out[:kept], torch.autograd.grad(out[:kept].float().square().sum(), q)[0][:kept]))
+            (o, dq), (o_rings, dq_rings) = results
+            name = f"rings {lengths} {k}/{v}{' gated' if gated else ''}"
+            report.gate(name, 6e-3, o=distance(o_rings, o), dq=distance(dq_rings, dq))
+
+
+def time_rings(report: Report, only: str) -> None:
+    """Beside the twin and PyTorch's best in the same process."""
+    for name, (lengths, H) in CASES.items():
+        if only in name:
+            (q, k, v, gate), packing = draw(lengths, H)
+            for rings in (False, True):
+                launch.RINGS = rings
+                form = "Gluon" if rings else "Triton"
+                for kind, dtype in (("fp32", torch.float32), ("bf16", BF16)):
+                    call = lambda dtype=dtype: attention(q, k, v, packing, K**-0.5, dtype=dtype, backend="triton")  # noqa: E731, B023
+                    forward_row(report, name, f"{form} {kind}", lengths, H, call)
+                call = lambda: gated_attention(q, k, v, gate, packing, K**-0.5, backend="triton")  # noqa: E731, B023
+                forward_row(report, name, f"{form} gated", lengths, H, call)
+            for peer, call in peers(lengths):
+                if "cudnn" in peer:
+                    forward_row(report, name, peer, lengths, H, lambda call=call: call(q, k, v, packing))  # noqa: B023
+
+
+def forward_row(
+    report: Report, case: str, kernel: str, lengths: tuple[int, ...], H: int, call: Callable[[], Tensor]
+) -> None:
+    with torch.no_grad():
+        ms = attempted(lambda: replayed(call))
+    report.add(case=case, kernel=kernel, ms=ms, TFLOPs=flops(lengths, H) / ms * 1e-9 if isinstance(ms, float) else "-")
 
 
 def flops(lengths: tuple[int, ...], H: int) -> float:
@@ -188,22 +237,25 @@ def time_kernels(report: Report, case: str, work: float, q: Tensor, k: Tensor, v
 def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("."))
-    parser.add_argument("--part", choices=["packed", "latents"])
+    parser.add_argument("--part", choices=PARTS)
     parser.add_argument("--only", default="", help="only packed cases with this word in their name")
     parser.add_argument("--no-variants", action="store_true")
     parser.add_argument("--seconds", type=float, default=100, help="limit of each part")
     options = parser.parse_args()
     if options.part is None:
-        for part in ("latents", "packed"):
+        for part in PARTS:
             try:
                 subprocess.run([sys.executable, __file__, *sys.argv[1:], "--part", part], timeout=options.seconds)
             except subprocess.TimeoutExpired:
                 print(f"{part}: stopped after {options.seconds:.0f} s", flush=True)
-        return print_tables(options.out)
+        return print_tables(options.out, PARTS)
     report = Report(options.out, options.part)
     if options.part == "packed":
         gate_packed(report)
         time_packed(report, options.only, not options.no_variants)
+    elif options.part == "rings":
+        gate_rings(report)
+        time_rings(report, options.only)
     else:
         gate_latents(report)
         time_latents(report, not options.no_variants)

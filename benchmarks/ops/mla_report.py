@@ -81,10 +81,10 @@ def copy_speed() -> float:
     return 2 * 2**30 / milliseconds(lambda: target.copy_(source))
 
 
-def print_tables(folder: Path) -> int:
+def print_tables(folder: Path, parts: tuple[str, ...]) -> int:
     """The short tables, from what the parts have written; 1 where a gate failed or a part is missing."""
     broken = 0
-    for part in ("packed", "latents"):
+    for part in parts:
         path = folder / f"mla_{part}.json"
         if not path.exists():
             print(f"{part}: no figures")

@@ -18,6 +18,7 @@ from rille.packing import Packing
 
 LOG2E = 1.4426950408889634
 WIDEST_KEY, WIDEST_VALUE = 192, 128
+RINGS = False  # the forward kernel in Gluon, where it fits
 PREPARED = 32  # rows of a program of `prepare_kernel`
 
 
@@ -95,13 +96,51 @@ def forward_op(
         gate = None if gate is None else channels_dense(gate)
         together = heads_together(H, longest, (K + V) * q.element_size())
         o, y = (out, None) if gate is None else (kept if keep else None, out)
-        gate_row, gate_head = (0, 0) if gate is None else gate.stride()[:2]
-        launch: Any = forward_kernels.forward_kernel[(forward_tiles.shape[0] * H,)]
-        launch(
-            *operands(q, k, b, True), described(v, 0, b.other, cover(V)), gate, o, y, lse, forward_tiles, N, H,
-            together, gate_row, gate_head, scale * LOG2E, V=V, **options(q, v, b, b.own, b.other),
-        )  # fmt: skip
+        results = (gate, o, y, lse, forward_tiles, N, H, together, *((0, 0) if gate is None else gate.stride()[:2]))
+        programs = (forward_tiles.shape[0] * H,)
+        if RINGS and not whole_widths(K, V):
+            _by_rings(programs, q, k, v, results, scale)
+        else:
+            launch: Any = forward_kernels.forward_kernel[programs]
+            launch(
+                *operands(q, k, b, True), described(v, 0, b.other, cover(V)), *results, scale * LOG2E, V=V,
+                **options(q, v, b, b.own, b.other),
+            )  # fmt: skip
     return out, kept, lse
+
+
+def whole_widths(K: int, V: int) -> str:
+    """Why the Gluon form cannot run, or an empty string."""
+    if interpreting():
+        return "Gluon has no interpreter"
+    if sum(parts(K)) != K or cover(V) != V:
+        return f"the widths {K} and {V} would be padded"
+    return ""
+
+
+def _by_rings(programs: tuple[int], q: Tensor, k: Tensor, v: Tensor, results: tuple[Any, ...], scale: float) -> None:
+    from rille.ops.mla import forward_gluon
+
+    (KA, KB), V = parts(q.shape[2]), v.shape[2]
+    blocks = [(x, at, rows, width) for x, rows in ((q, 64), (k, 128)) for at, width in ((0, KA), (KA, KB))]
+    descriptors = [rows_described(*block) if block[3] else None for block in [*blocks, (v, 0, 128, V)]]
+    heads = (q.stride(1), k.stride(1), v.stride(1))
+    kernel: Any = forward_gluon.forward_rings_kernel
+    kernel[programs](
+        *descriptors, *results, *heads, scale * LOG2E, V=V, COLUMNS=128, KA=KA, KB=KB, STAGES=2, num_warps=4
+    )
+
+
+def rows_described(x_NHC: Tensor, first: int, rows: int, width: int) -> Any:
+    """Heads and channels, from `first` of the first head on, as one row of a token: [N, distance of heads * H]."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    N, H, C = x_NHC.shape
+    element: Any = gl.bfloat16 if x_NHC.dtype == torch.bfloat16 else gl.float16
+    layout: Any = gl.NVMMASharedLayout.get_default_for([rows, width], element)
+    columns = (H - 1) * x_NHC.stride(1) + C - first
+    return TensorDescriptor(x_NHC[..., first:], [N, columns], [x_NHC.stride(0), 1], [rows, width], layout)
 
 
 @forward_op.register_fake

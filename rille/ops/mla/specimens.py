@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rille.ops.ahead import Specimen
-from rille.ops.mla import backward_kernels, decode_kernels, decode_launch, forward_kernels
+from rille.ops.mla import backward_kernels, decode_kernels, decode_launch, forward_gluon, forward_kernels
 from rille.ops.mla.tiles import FORWARD, KEYS, QUERIES, Blocks, cover, parts
 
 POINTERS = {
@@ -14,11 +14,12 @@ POINTERS = {
     "*i64": "table_ptr",
     "*i32": "tiles_ptr starts_ptr history_ptr members_ptr",
     "i64": "page_stride",
-    "i32": "N H together gate_row gate_head do_row do_head scale_page scale_row max_pages tiles splits most_rows",
+    "i32": "N H together gate_row gate_head q_head k_head v_head do_row do_head scale_page scale_row max_pages tiles "
+    "splits most_rows",
     "fp32": "scale scale2",
 }
 TYPES = {name: kind for kind, names in POINTERS.items() for name in names.split()}
-DIVISIBLE = ("gate_row", "gate_head", "do_row", "do_head", "page_stride")
+DIVISIBLE = ("gate_row", "gate_head", "do_row", "do_head", "q_head", "k_head", "v_head", "page_stride")
 TAIL_SPILLS = "outside the loop over whole blocks: the block that crosses a sequence's end, at most one a program"
 
 
@@ -52,6 +53,22 @@ def packed(kind: str, K: int, V: int, b: Blocks, gated: bool = False, **rest: An
         constants |= dict(gate_ptr=None, y_ptr=None)
     name = f"{kind}{'_gated' if gated else ''}_k{K}_v{V}"
     return specimen(name, kernel, constants, blocks, num_warps=b.warps, num_stages=b.stages, want_wgmma=True, **rest)
+
+
+def rings(K: int, V: int, gated: bool = False) -> Specimen:
+    from triton.experimental.gluon import language as gl
+
+    def rows(count: int, width: int) -> str:
+        layout = gl.NVMMASharedLayout.get_default_for([count, width], gl.bfloat16)
+        return f"tensordesc<bf16[{count}, {width}],{layout!r}>"
+
+    KA, KB = parts(K)
+    blocks = dict(q_a_desc=rows(64, KA), k_a_desc=rows(128, KA), v_desc=rows(128, V))
+    blocks |= dict(q_b_desc=rows(64, KB), k_b_desc=rows(128, KB)) if KB else {}
+    constants: dict[str, Any] = dict(V=V, COLUMNS=128, KA=KA, KB=KB, STAGES=2, num_warps=4)
+    constants |= {} if gated else dict(gate_ptr=None, y_ptr=None)
+    name = f"rings{'_gated' if gated else ''}_k{K}_v{V}"
+    return specimen(name, forward_gluon.forward_rings_kernel, constants, blocks, num_warps=4, want_wgmma=True)
 
 
 def prepare(gated: bool) -> Specimen:
@@ -94,6 +111,8 @@ def specimens() -> list[Specimen]:
         packed("forward", 192, 128, FORWARD, gated=True),
         *(packed("query", K, V, QUERIES) for K, V in ((192, 128), (96, 64))),
         *(packed("key", K, V, KEYS, max_spill_bytes=192, reason=TAIL_SPILLS) for K, V in ((192, 128), (96, 64))),
+        *(rings(K, V) for K, V in ((192, 128), (128, 128), (96, 64))),
+        rings(192, 128, gated=True),
         *map(prepare, (False, True)),
         *(latents(H, tokens) for H, tokens in ((8, 1), (16, 1), (24, 1), (96, 1), (24, 4))),
         latents(16, 1, V=256, R=320),
