@@ -46,3 +46,19 @@ def test_named_targets_exist(document):
 def test_public_names_are_documented():
     api = text("docs/api.md")
     assert not [name for name in rille.__all__ if name != "__version__" and f"`rille.{name}" not in api]
+
+
+# Not mechanisms: how the package is put together.
+SCAFFOLD = ("allocate", "arguments", "context", "locate", "plan_table", "tracing", "__init__")
+
+
+def test_the_map_is_whole():
+    """Each row names a file and a test; each mechanism of the model, its ops and its text has a row."""
+    rows = re.findall(r"^\| (?!mechanism)[^-].*$", text("docs/paper-map.md"), re.MULTILINE)
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    assert len(rows) > 30
+    assert not [row for row in cells if len(row) != 4 or "`rille/" not in row[2] or "`tests/" not in row[3]]
+    files = [*TOP.glob("rille/model/*.py"), *TOP.glob("rille/text/*.py"), *TOP.glob("rille/ops/*/reference.py")]
+    named = {name for row in cells for name in re.findall(r"`(rille/[^`]+)`", row[2])}
+    missing = {str(file.relative_to(TOP)) for file in files if file.stem not in SCAFFOLD} - named
+    assert not missing
