@@ -197,9 +197,9 @@ def _router_obstacle(scores: Tensor, bias: Tensor) -> str | None:
 def _device_obstacle(x: Tensor, dtype: torch.dtype) -> str | None:
     if not HAS_TRITON:
         return "triton is not installed"
-    from rille.ops.moe.permute import interpreting
+    from rille.ops.moe.permute import INTERPRET
 
-    if not x.is_cuda and not interpreting():
+    if not x.is_cuda and not INTERPRET:
         return f"the tensors are on {x.device.type}"
     wanted = dtype if x.is_cuda else torch.float32  # the interpreter's products of bf16 are wrong
     return None if x.dtype == wanted else f"the kernels take {wanted}, not {x.dtype}"

@@ -48,7 +48,7 @@ def experts(
 @experts.register_fake
 def _(x, ids, weights, w13, w2, cap_gate, cap_up, capped, form):
     E, tiles = w13.shape[0], permute.tiles_bound(ids.numel(), w13.shape[0])
-    sizes = (ids.numel(), tiles * permute.tile_rows(), tiles, E)
+    sizes = (ids.numel(), tiles * permute.TILE, tiles, E)
     return x.new_empty(x.shape, dtype=torch.float32), *(x.new_empty(n, dtype=torch.int32) for n in sizes)
 
 

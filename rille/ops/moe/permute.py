@@ -10,7 +10,9 @@ from triton import knobs
 
 from rille.ops.moe import permute_kernels
 
-TILE = 128  # rows of a tile on the card, which is what one product takes at a time
+INTERPRET = bool(knobs.runtime.interpret)  # asked once: torch.compile cannot trace the question
+TILE = 16 if INTERPRET else 128  # rows of a product's tile; small in the interpreter, so that few tokens make many
+SPAN = 16 if INTERPRET else 128  # pairs of a block
 BLOCK = 4096  # elements of a program that copies
 
 
@@ -23,59 +25,50 @@ class Places(NamedTuple):
     ends: Tensor  # int32 [E]: the first row behind each expert's, a multiple of TILE
 
 
-def interpreting() -> bool:
-    return bool(knobs.runtime.interpret)
-
-
-def tile_rows() -> int:
-    """Small in the interpreter, so that few tokens make many tiles."""
-    return 16 if interpreting() else TILE
-
-
 def power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
 def tiles_bound(pairs: int, E: int) -> int:
     """The most tiles that so many pairs can need: no expert has more than one that is not full."""
-    return (pairs + min(pairs, E) * (tile_rows() - 1)) // tile_rows()
+    return (pairs + min(pairs, E) * (TILE - 1)) // TILE
 
 
 def permute(ids: Tensor, E: int) -> Places:
     """ids [N, A] of any integer dtype in [0, E), dense."""
-    pairs, tile, span = ids.numel(), tile_rows(), 16 if interpreting() else 128
-    tiles, blocks, block = tiles_bound(pairs, E), -(-pairs // span), power_of_two(E)
+    pairs, block = ids.numel(), power_of_two(E)
+    tiles, blocks = tiles_bound(pairs, E), -(-pairs // SPAN)
     new: dict[str, Any] = dict(dtype=torch.int32, device=ids.device)
     counts, total, ends = torch.empty(blocks, E, **new), torch.empty(E, **new), torch.empty(E, **new)
     row_of_pair, expert_of_tile = torch.empty(pairs, **new), torch.empty(tiles, **new)
-    pair_of_row = torch.full((tiles * tile,), -1, **new)
+    pair_of_row = torch.full((tiles * TILE,), -1, **new)
     places = Places(row_of_pair, pair_of_row, expert_of_tile, ends)
     if not pairs:
         ends.zero_()
         return places
     k: Any = permute_kernels
     wide = min(16, block)
-    k.count_pairs[(blocks,)](ids, counts, pairs, E=E, BLOCK=block, SPAN=span, num_warps=8)
-    k.sum_blocks[(-(-E // wide),)](counts, total, blocks, E=E, SPAN=span, WIDE=wide, num_warps=4)
+    k.count_pairs[(blocks,)](ids, counts, pairs, E=E, BLOCK=block, SPAN=SPAN, num_warps=8)
+    k.sum_blocks[(-(-E // wide),)](counts, total, blocks, E=E, SPAN=SPAN, WIDE=wide, num_warps=4)
     k.table_of_tiles[(-(-tiles // 16),)](
-        total, ends, expert_of_tile, tiles, E=E, BLOCK=block, SPAN=16, TILE=tile, num_warps=4
+        total, ends, expert_of_tile, tiles, E=E, BLOCK=block, SPAN=16, TILE=TILE, num_warps=4
     )
     k.place_pairs[(blocks,)](
-        ids, counts, total, ends, row_of_pair, pair_of_row, pairs, E=E, SPAN=span, TILE=tile, num_warps=4
+        ids, counts, total, ends, row_of_pair, pair_of_row, pairs, E=E, SPAN=SPAN, TILE=TILE, num_warps=4
     )
     return places
 
 
 def gather(x: Tensor, places: Places, A: int, dtype: torch.dtype) -> Tensor:
     """rows [tiles TILE, D]: the token of each row, zeros where a row of a tile has none. x may have distant rows."""
-    (_, D), tile = x.shape, tile_rows()
+    D = x.shape[1]
     rows = torch.empty(len(places.pair_of_row), D, dtype=dtype, device=x.device)
     columns = min(1024, power_of_two(D))
-    height = max(1, min(tile, BLOCK // columns))
+    height = max(1, min(TILE, BLOCK // columns))
     if len(rows):
         launch: Any = permute_kernels.gather_rows[(len(rows) // height, -(-D // columns))]
         launch(
-            x, places.pair_of_row, places.expert_of_tile, rows, x.stride(0), D=D, A=A, TILE=tile, ROWS=height,
+            x, places.pair_of_row, places.expert_of_tile, rows, x.stride(0), D=D, A=A, TILE=TILE, ROWS=height,
             COLUMNS=columns, num_warps=4,
         )  # fmt: skip
     return rows

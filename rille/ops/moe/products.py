@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rille.ops.moe import product_kernels
-from rille.ops.moe.permute import Places, interpreting, tile_rows
+from rille.ops.moe.permute import INTERPRET, TILE, Places
 from rille.ops.situ import launch as situ
 
 WIDE = 1024  # from this latent and this expert width on the tensor cores are the limit
@@ -28,7 +28,7 @@ class Glu(NamedTuple):
     capped: bool
 
     def constants(self) -> dict[str, Any]:
-        return dict(A=self.cap_gate, B=self.cap_up, CAPPED=self.capped, FAST=not interpreting())
+        return dict(A=self.cap_gate, B=self.cap_up, CAPPED=self.capped, FAST=not INTERPRET)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Plan:
 def plan(L: int, F: int) -> Plan:
     """Tiles by shape. Narrow experts are bound by bytes and latency: two programs a processor. Wide ones are bound by
     the tensor cores: tiles of 128 x 256."""
-    if interpreting():
+    if INTERPRET:
         small = Tiles(16, 16, 4, 1, 2, 16)
         return Plan(
             replace(small, columns=64, parts=4), small, replace(small, columns=32, parts=2), small, small, small
@@ -98,14 +98,14 @@ def blocks(x: Tensor, height: int, width: int) -> TensorDescriptor:
 
 def glu_product(rows: Tensor, w13: Tensor, places: Places, glu: Glu, t: Tiles) -> Tensor:
     """act [rows, F]."""
-    (_, double, L), BM = w13.shape, tile_rows()
+    _, double, L = w13.shape
     F, tiles = double // 2, len(places.expert_of_tile)
     act = rows.new_empty(len(rows), F)
     if tiles:
         launch: Any = product_kernels.glu_product[(tiles * -(-F // t.columns),)]
         launch(
-            blocks(rows, BM, t.step), blocks(w13, t.columns, t.step), blocks(act, BM, t.columns // t.parts),
-            places.expert_of_tile, tiles, F=F, L=L, BM=BM, BF=t.columns, BK=t.step, GROUP=t.group, PARTS=t.parts,
+            blocks(rows, TILE, t.step), blocks(w13, t.columns, t.step), blocks(act, TILE, t.columns // t.parts),
+            places.expert_of_tile, tiles, F=F, L=L, BM=TILE, BF=t.columns, BK=t.step, GROUP=t.group, PARTS=t.parts,
             **glu.constants(), **t.options(),
         )  # fmt: skip
     return act
@@ -113,15 +113,15 @@ def glu_product(rows: Tensor, w13: Tensor, places: Places, glu: Glu, t: Tiles) -
 
 def row_product(rows: Tensor, w: Tensor, places: Places, out_first: bool, t: Tiles) -> Tensor:
     """rows [rows, I] times the expert's w, [O, I] where out_first, else [I, O]: [rows, O]."""
-    BM, tiles = tile_rows(), len(places.expert_of_tile)
+    tiles = len(places.expert_of_tile)
     O, I = w.shape[1:] if out_first else (w.shape[2], w.shape[1])  # noqa: E741
     y = rows.new_empty(len(rows), O)
     if tiles:
         w_block = (t.columns, t.step) if out_first else (t.step, t.columns)
         launch: Any = product_kernels.row_product[(tiles * -(-O // t.columns),)]
         launch(
-            blocks(rows, BM, t.step), blocks(w, *w_block), blocks(y, BM, t.columns), places.expert_of_tile, tiles,
-            O=O, I=I, BM=BM, BO=t.columns, BK=t.step, GROUP=t.group, OUT_FIRST=out_first,
+            blocks(rows, TILE, t.step), blocks(w, *w_block), blocks(y, TILE, t.columns), places.expert_of_tile, tiles,
+            O=O, I=I, BM=TILE, BO=t.columns, BK=t.step, GROUP=t.group, OUT_FIRST=out_first,
             **t.options(),
         )  # fmt: skip
     return y
@@ -131,17 +131,17 @@ def glu_backward_product(
     rows: Tensor, dy: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, places: Places, glu: Glu, t: Tiles
 ) -> tuple[Tensor, Tensor, Tensor]:
     """d_h [rows, 2F], weighted act [rows, F], <act, d> of each row in fp32."""
-    (_, double, L), BM = w13.shape, tile_rows()
+    _, double, L = w13.shape
     F, tiles = double // 2, len(places.expert_of_tile)
     d_h, act = rows.new_empty(len(rows), double), rows.new_empty(len(rows), F)
     partial = torch.empty(len(rows), -(-F // t.columns), dtype=torch.float32, device=rows.device)
     if tiles:
-        out = [blocks(x, BM, t.columns // t.parts) for x in (d_h[:, :F], d_h[:, F:], act)]
+        out = [blocks(x, TILE, t.columns // t.parts) for x in (d_h[:, :F], d_h[:, F:], act)]
         launch: Any = product_kernels.glu_backward_product[(tiles * partial.shape[1],)]
         launch(
-            blocks(rows, BM, t.step), blocks(dy, BM, t.step), blocks(w13, t.columns, t.step),
+            blocks(rows, TILE, t.step), blocks(dy, TILE, t.step), blocks(w13, t.columns, t.step),
             blocks(w2, t.step, t.columns), *out, partial, weights, places.pair_of_row, places.expert_of_tile, tiles,
-            F=F, L=L, BM=BM, BF=t.columns, BK=t.step, GROUP=t.group, PARTS=t.parts, **glu.constants(),
+            F=F, L=L, BM=TILE, BF=t.columns, BK=t.step, GROUP=t.group, PARTS=t.parts, **glu.constants(),
             **t.options(),
         )  # fmt: skip
     return d_h, act, partial.sum(1)
@@ -164,14 +164,14 @@ def weight_product(p: Tensor, q: Tensor, E: int, places: Places, t: Tiles) -> Te
 
 def glu_backward_rows(h: Tensor, d: Tensor, weights: Tensor, places: Places, glu: Glu) -> tuple[Tensor, Tensor, Tensor]:
     """What `glu_backward_product` returns, from the pre-activation h [rows, 2F] and d [rows, F]."""
-    F, tile = d.shape[1], tile_rows()
+    F = d.shape[1]
     d_h, act = torch.empty_like(h), torch.empty_like(d)
     along = torch.empty(len(d), dtype=torch.float32, device=d.device)
     height, block = 4, 512
     if len(d):
         launch: Any = product_kernels.glu_backward_rows[(len(d) // height,)]
         launch(
-            h, d, d_h, act, along, weights, places.pair_of_row, places.expert_of_tile, F=F, TILE=tile, ROWS=height,
+            h, d, d_h, act, along, weights, places.pair_of_row, places.expert_of_tile, F=F, TILE=TILE, ROWS=height,
             BLOCK=block, **glu.constants(), num_warps=4,
         )  # fmt: skip
     return d_h, act, along

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rille.ops.moe import router_kernels
-from rille.ops.moe.permute import interpreting, power_of_two
+from rille.ops.moe.permute import INTERPRET, power_of_two
 
 MOST_EXPERTS = 2048  # a row of scores in the registers of one warp
 
@@ -86,7 +86,7 @@ router.register_autograd(router_gradient, setup_context=save_router)
 
 
 def router_programs(device: torch.device) -> int:
-    if device.type != "cuda" or interpreting():
+    if device.type != "cuda" or INTERPRET:
         return 3
     return 24 * torch.cuda.get_device_properties(device).multi_processor_count
 
