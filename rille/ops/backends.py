@@ -7,12 +7,13 @@ the model's shapes. Nothing runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from rille.ops import attn_res, conv, mla, norm, situ
+from rille.ops import attn_res, conv, mla, moe, norm, situ
 from rille.ops import kda as kda_op
 from rille.ops.kda import Gate, decode
 from rille.packing import Packing
@@ -43,7 +44,17 @@ class Sizes(Protocol):
     @property
     def decay_lower_bound(self) -> float | None: ...
     @property
+    def num_experts(self) -> int: ...
+    @property
+    def expert_io(self) -> int: ...
+    @property
     def expert_width(self) -> int: ...
+    @property
+    def activation(self) -> str: ...
+    @property
+    def gate_cap(self) -> float: ...
+    @property
+    def up_cap(self) -> float: ...
     @property
     def mla_heads(self) -> int: ...
     @property
@@ -102,5 +113,14 @@ def of_the_rest(c: Sizes, empty: Callable[..., Tensor]) -> Iterator[Choice]:
         yield Choice("attn_res", *attn_res.choose_backend([x_ND, x_ND]))
     yield Choice("rms_norm", *norm.choose_backend(x_ND))
     yield Choice("situ_glu", *situ.choose_backend(x_NF, x_NF))
-    for op in ("moe", "cross_entropy"):
-        yield Choice(op, "torch", "composed of PyTorch's products")
+    yield from of_experts(c, empty)
+    yield Choice("cross_entropy", "torch", "composed of PyTorch's products")
+
+
+def of_experts(c: Sizes, empty: Callable[..., Tensor]) -> Iterator[Choice]:
+    L, F = c.expert_io, c.expert_width
+    glu = situ.swiglu if c.activation == "swiglu" else partial(situ.situ_glu, cap_gate=c.gate_cap, cap_up=c.up_cap)
+    logits_NE = empty(TOKENS, c.num_experts).float()
+    yield Choice("moe router", *moe.choose_router_backend(logits_NE, logits_NE[0]))
+    operands = moe.ExpertOperands(empty(1, 2 * F, L), empty(1, L, F), glu)
+    yield Choice("moe", *moe.choose_backend(empty(TOKENS, L), operands))

@@ -20,8 +20,8 @@ from rille.ops.moe.reference import bin_range, required_bias_histogram
 from rille.ops.situ import situ_glu, swiglu
 
 __all__ = [
-    "ExpertOperands", "Routed", "Routing", "bin_range", "choose_backend", "expert_glu", "required_bias_histogram",
-    "route", "route_logits", "route_weights", "router_logits",
+    "ExpertOperands", "Routed", "Routing", "bin_range", "choose_backend", "choose_router_backend", "expert_glu",
+    "required_bias_histogram", "route", "route_logits", "route_weights", "router_logits",
 ]  # fmt: skip
 
 HAS_TRITON = find_spec("triton") is not None  # asked once: torch.compile cannot trace the question
@@ -153,6 +153,12 @@ def choose_backend(x: Tensor, experts: ExpertOperands) -> tuple[str, str]:
     """The backend of `expert_glu` for these operands and, in words, why."""
     reason = _experts_obstacle(x, experts) if x.is_cuda else f"the tensors are on {x.device.type}"
     return ("triton", "CUDA tensors of a supported shape") if reason is None else ("grouped", reason)
+
+
+def choose_router_backend(scores: Tensor, bias: Tensor) -> tuple[str, str]:
+    """The backend of `route` and `route_logits` for scores or logits [N, E] and, in words, why."""
+    reason = _router_obstacle(scores, bias) if scores.is_cuda else f"the tensors are on {scores.device.type}"
+    return ("triton", "CUDA tensors of a supported shape") if reason is None else ("select", reason)
 
 
 def _caps(activation: Callable[[Tensor, Tensor], Tensor]) -> tuple[float, float, bool] | None:
