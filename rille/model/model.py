@@ -189,10 +189,10 @@ class K3(nn.Module):
         place), `output_mix`, `final_norm`, `logits`.
         """
         tokens, ctx = self._batch(tokens, packing, memory, images)
-        ctx.memory = ctx.memory or self.new_memory(ctx.packing.num_sequences)
+        ctx.memory = memory = memory or self.new_memory(ctx.packing.num_sequences)
         ctx.tap = trace = Trace()
         hidden_ND = self._run(tokens, ctx)
-        trace.finish(self, ctx.memory)
+        trace.finish(self, memory)
         trace.tensors["logits"] = linear(hidden_ND, self.head_weight).float()
         return trace.tensors
 
@@ -255,11 +255,12 @@ class K3(nn.Module):
 
     def _run(self, tokens_N: Tensor, ctx: Context) -> Tensor:
         """`forward`, with the memory advanced."""
-        if ctx.memory is not None:
-            ctx.memory.reserve(ctx.packing)
+        memory = ctx.memory if isinstance(ctx.memory, Memory) else None
+        if memory is not None:
+            memory.reserve(ctx.packing)
         hidden_ND = self(tokens_N, ctx)
-        if ctx.memory is not None:
-            ctx.memory.advance(ctx.packing)
+        if memory is not None:
+            memory.advance(ctx.packing)
         return hidden_ND
 
 
