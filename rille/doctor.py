@@ -35,10 +35,12 @@ class Extra:
 
 EXTRAS = (
     Extra("gpu", ("triton",), "kernels on NVIDIA cards; without it the operations run as plain PyTorch"),
-    Extra("data", ("pyarrow", "zstandard"), "training on .parquet and .zst files"),
+    Extra("data", ("pyarrow", "rensa", "zstandard"), "`rille data`, and training on .parquet and .zst files"),
+    Extra("serve", ("llguidance",), "replies held to a grammar"),
+    Extra("hf", ("datasets",), "data sets of the Hugging Face hub as sources"),
     Extra(
         "dev",
-        ("pytest", "pytest-xdist", "hypothesis", "ruff", "pyright", "import-linter", "llguidance", "transformers"),
+        ("pytest", "pytest-xdist", "hypothesis", "ruff", "pyright", "import-linter", "transformers"),
         "tests and checks of Rille itself",
     ),
 )
