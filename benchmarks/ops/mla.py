@@ -7,8 +7,8 @@ with float64 on the same card, two backward passes bit for bit, a sequence alone
 medians of `triton.testing.do_bench`, single kernels and decode out of a CUDA graph. "packed" is the causal form at
 192 / 128 channels: PyTorch's backends forced by name and ours; TFLOP/s count half of the score matrix. "latents" is
 decoding from a paged cache; its floor reads each cached row once, at the speed of a copy measured in the same run.
-"rings" is the forward kernel in Gluon beside its twin. Variants are other block sizes. The tables come last;
-FOLDER/mla_*.json hold the numbers as far as a part came.
+"rings" and "latent_rings" are the kernels in Gluon beside their twins. Variants are other block sizes. The tables come
+last; FOLDER/mla_*.json hold the numbers as far as a part came.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from mla_latents import gate_latents, time_latents
+from mla_latents import gate_latent_rings, gate_latents, time_latent_rings, time_latents
 from mla_report import Report, attempted, distance, milliseconds, print_tables, replayed
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -33,7 +33,7 @@ from rille.packing import Packing
 
 K, V = 192, 128
 BF16 = torch.bfloat16
-PARTS = ("latents", "packed", "rings")
+PARTS = ("latents", "packed", "rings", "latent_rings")
 MIXED = (1300, 547, 2048, 963, 271, 3063)
 CASES = {
     "B4 T4096 H8": ((4096,) * 4, 8),
@@ -42,9 +42,9 @@ CASES = {
     "T8192 H96": ((8192,), 96),
     "mixed H96": (MIXED, 96),
 }
-FORWARD = [Blocks(128, 128, 8, 2), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 3)]
-QUERIES = [Blocks(128, 64, 8, 2), Blocks(128, 32, 8, 3), Blocks(64, 64, 4, 2)]
-KEYS = [Blocks(128, 32, 8, 2), Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 2)]
+FORWARD = [Blocks(128, 64, 8, 3), Blocks(128, 128, 8, 2), Blocks(128, 64, 8, 2)]
+QUERIES = [Blocks(128, 64, 8, 2), Blocks(128, 64, 8, 3)]
+KEYS = [Blocks(128, 32, 8, 2), Blocks(128, 32, 8, 3), Blocks(128, 16, 8, 4)]
 
 
 def draw(lengths: tuple[int, ...], H: int, k: int = K, v: int = V) -> tuple[list[Tensor], Packing]:
@@ -256,6 +256,9 @@ def main() -> int:
     elif options.part == "rings":
         gate_rings(report)
         time_rings(report, options.only)
+    elif options.part == "latent_rings":
+        gate_latent_rings(report)
+        time_latent_rings(report)
     else:
         gate_latents(report)
         time_latents(report, not options.no_variants)

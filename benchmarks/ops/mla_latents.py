@@ -62,6 +62,37 @@ def gate_latents(report: Report) -> None:
         )
 
 
+def gate_latent_rings(report: Report) -> None:
+    """The kernel in Gluon against float64: several tiles, tokens, splits; the table's tail and pages' ends are NaN."""
+    lengths, consumed = [1, 3, 0, 1, 2, 40], [5000, 2046, 70, 63, 5, 31]
+    for H, page in ((96, 64), (40, 32), (96, 192)):
+        cache = caches([a + b for a, b in zip(lengths, consumed, strict=True)], page)
+        packing = Packing.of(lengths, consumed, device="cuda")
+        q = torch.randn(sum(lengths), H, R, device="cuda").to(BF16)
+        want = latent_attention(q.double(), cache, packing, K**-0.5, LATENT, backend="torch")
+        for rings in (False, True):
+            decode_launch.RINGS = rings
+            got = latent_attention(q, cache, packing, K**-0.5, LATENT, backend="triton")
+            report.gate(f"latents H{H} page {page} {'Gluon' if rings else 'Triton'}", 1e-2, o=distance(got, want))
+
+
+def time_latent_rings(report: Report) -> None:
+    """Few queries too: a tile is mostly padding then, but more rows are under way than in the twin."""
+    speed = copy_speed()
+    cache = caches([CONTEXT] * 32, PAGE)
+    chosen = decode_launch.plan
+    for B, tokens, H in [(32, 1, 96), (32, 4, 96), (32, 4, 16), (32, 1, 4), (32, 1, 16), (32, 1, 24), (1, 1, 16)]:
+        one = LatentCache(cache.pool, cache.table[:B])
+        latents_row(report, speed, one, B, tokens, H, "Triton")
+        decode_launch.RINGS = True
+        p = chosen(H, tokens, CONTEXT, False)
+        for SPLIT in (1024, 2048):
+            other = p._replace(ROWS=64, FEW=False, SPLIT=SPLIT)
+            decode_launch.plan = lambda *_, other=other: other
+            latents_row(report, speed, one, B, tokens, H, f"Gluon {SPLIT}")
+        decode_launch.plan, decode_launch.RINGS = chosen, False
+
+
 def time_latents(report: Report, variants: bool) -> None:
     speed = copy_speed()
     report.add(copy=speed * 1e-9)
@@ -85,8 +116,8 @@ def time_latents(report: Report, variants: bool) -> None:
 
 def latent_variants(p: decode_launch.Plan) -> list[decode_launch.Plan]:
     if p.FEW:
-        return [p._replace(SPLIT=2048), p._replace(warps=4), p._replace(ROWS=64, FEW=False)]
-    return [p._replace(SPLIT=4096), p._replace(stages=1)]
+        return [p._replace(SPLIT=2048), p._replace(warps=8)]
+    return [p._replace(SPLIT=4096)]
 
 
 def latents_row(report: Report, speed: float, cache: LatentCache, B: int, tokens: int, H: int, note: str) -> None:

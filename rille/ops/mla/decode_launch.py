@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rille.ops.mla import decode_kernels
 from rille.ops.mla.cache import LatentCache
-from rille.ops.mla.launch import LOG2E, interpreting
+from rille.ops.mla.launch import LOG2E, interpreting, rows_described
 from rille.ops.mla.tiles import cover
 from rille.packing import Packing
 
@@ -25,6 +25,7 @@ SHORT = 16  # new tokens of a sequence up to which its cached rows are split amo
 MOST_SPLITS = 64
 WHOLE_SEQUENCE = 2**30
 WIDEST_VALUE, WIDEST_REST = 512, 256
+RINGS = False  # the kernel for many queries in Gluon, where it fits
 BLOCK, TAIL = 64, 16  # cached rows of a step, and of a step over the last rows
 
 
@@ -34,18 +35,18 @@ class Plan(NamedTuple):
     ROWS: int
     SPLIT: int
     FEW: bool
-    warps: int = 8
+    warps: int
     stages: int = 2
 
 
 def plan(H: int, tokens: int, room: int, scaled: bool) -> Plan:
     """tokens: the most new ones of a sequence; room: cached rows that a sequence can have."""
     few = H * tokens <= 32 and not scaled  # rows on the left come from shared memory, which holds no widened fp8
-    ROWS = 64 if not few else cover(H * tokens)
+    ROWS, warps = (cover(H * tokens), 4) if few else (64, 8)
     if tokens > SHORT:
-        return Plan(ROWS, WHOLE_SEQUENCE, few)
+        return Plan(ROWS, WHOLE_SEQUENCE, few, warps)
     least = -(-room // MOST_SPLITS)
-    return Plan(ROWS, max(1024 if few else 2048, 1 << (least - 1).bit_length()), few)
+    return Plan(ROWS, max(1024 if few else 2048, 1 << (least - 1).bit_length()), few, warps)
 
 
 def unsupported(q_NHR: Tensor, cache: LatentCache, value_width: int, scale: float) -> str:
@@ -110,24 +111,56 @@ def latent_op(
         o = torch.empty(count, splits, most_rows, V, dtype=torch.float32, device=q.device)
         lse = torch.empty(count, splits, most_rows, dtype=torch.float32, device=q.device)
     q, A, B = q.contiguous(), cover(V), cover(R - V) if R > V else 0
-    whole = page_rows % BLOCK == 0
-    blocks = [(q.view(1, N * H, R), ROWS, True), (pool, BLOCK, whole)]
-    descriptors = [
-        described(x, first, width, rows, cover(width)) if wanted and width else None
-        for x, rows, wanted in blocks
-        for first, width in ((0, V), (V, R - V))
-    ]
-    strides = (0, 0) if scales is None else scales.expand(pages, page_rows).stride()
-    launch: Any = decode_kernels.latent_kernel[(tiles * splits, count)]
-    launch(
-        *descriptors, pool, scales, table.contiguous(), starts, history, members, o, lse, pool.stride(0), *strides,
-        table.shape[1], H, tiles, splits, most_rows, scale * LOG2E, VALUE=V, R=R, A=A, B=B, PAGE=page_rows, ROWS=ROWS,
-        BLOCK=BLOCK, TAIL=TAIL, SPLIT=SPLIT, WHOLE=whole, FEW=FEW, UPCAST=interpreting(), num_warps=warps,
-        num_stages=stages,
-    )  # fmt: skip
+    bounds = (table.shape[1], H, tiles, splits, most_rows, scale * LOG2E)
+    lists = (table.contiguous(), starts, history, members, o, lse)
+    grid = (tiles * splits, count)
+    if RINGS and not FEW and not without_rings(pool, V):
+        _by_rings(grid, q.view(N * H, R), pool, lists, bounds, V, SPLIT)
+    else:
+        whole = page_rows % BLOCK == 0
+        blocks = [(q.view(1, N * H, R), ROWS, True), (pool, BLOCK, whole)]
+        descriptors = [
+            described(x, first, width, rows, cover(width)) if wanted and width else None
+            for x, rows, wanted in blocks
+            for first, width in ((0, V), (V, R - V))
+        ]
+        strides = (0, 0) if scales is None else scales.expand(pages, page_rows).stride()
+        launch: Any = decode_kernels.latent_kernel[grid]
+        launch(
+            *descriptors, pool, scales, *lists, pool.stride(0), *strides, *bounds, VALUE=V, R=R, A=A, B=B,
+            PAGE=page_rows, ROWS=ROWS, BLOCK=BLOCK, TAIL=TAIL, SPLIT=SPLIT, WHOLE=whole, FEW=FEW,
+            UPCAST=interpreting(), num_warps=warps, num_stages=stages,
+        )  # fmt: skip
     if lse is not None:
         merge: Any = decode_kernels.merge_kernel[(most_rows, count)]
         merge(o, lse, starts, history, members, out, H, splits, most_rows, VALUE=V, A=A, SPLIT=SPLIT, num_warps=4)
+
+
+def without_rings(pool: Tensor, V: int) -> str:
+    """Why the Gluon form cannot run, or an empty string."""
+    page_rows, R = pool.shape[1:]
+    if interpreting():
+        return "Gluon has no interpreter"
+    if pool.element_size() != 2 or V not in (256, 512) or R - V not in (16, 32, 64):
+        return f"rows of {R} {pool.dtype} with {V} values do not fit its tiles"
+    if page_rows % 32 or pool.stride(0) % R:
+        return f"pages of {page_rows} rows, {pool.stride(0)} elements apart, are no table of rows in blocks of 32"
+    return ""
+
+
+def _by_rings(
+    grid: tuple[int, int], q: Tensor, pool: Tensor, lists: tuple[Any, ...], bounds: tuple[Any, ...], V: int, SPLIT: int
+) -> None:
+    from rille.ops.mla import decode_gluon
+
+    (pages, page_rows, R), step = pool.shape, pool.stride(0) // pool.shape[2]
+    rows = pool.as_strided(((pages - 1) * step + page_rows, R), (R, 1))
+    parts = [
+        (x, first, height, width) for x, height in ((q, 64), (rows, 32)) for first, width in ((0, V // 4), (V, R - V))
+    ]
+    descriptors = [rows_described(x[:, None], first, height, width) for x, first, height, width in parts]
+    kernel: Any = decode_gluon.latent_rings_kernel
+    kernel[grid](*descriptors, *lists, step, *bounds, VALUE=V, PAGE=page_rows, SPLIT=SPLIT, STAGES=4, num_warps=4)
 
 
 def described(x: Tensor, first: int, channels: int, rows: int, width: int) -> TensorDescriptor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rille.ops.ahead import Specimen
-from rille.ops.mla import backward_kernels, decode_kernels, decode_launch, forward_gluon, forward_kernels
+from rille.ops.mla import backward_kernels, decode_gluon, decode_kernels, decode_launch, forward_gluon, forward_kernels
 from rille.ops.mla.tiles import FORWARD, KEYS, QUERIES, Blocks, cover, parts
 
 POINTERS = {
@@ -14,8 +14,8 @@ POINTERS = {
     "*i64": "table_ptr",
     "*i32": "tiles_ptr starts_ptr history_ptr members_ptr",
     "i64": "page_stride",
-    "i32": "N H together gate_row gate_head q_head k_head v_head do_row do_head scale_page scale_row max_pages tiles "
-    "splits most_rows",
+    "i32": "N H together gate_row gate_head q_head k_head v_head do_row do_head scale_page scale_row max_pages "
+    "page_step tiles splits most_rows",
     "fp32": "scale scale2",
 }
 TYPES = {name: kind for kind, names in POINTERS.items() for name in names.split()}
@@ -55,13 +55,15 @@ def packed(kind: str, K: int, V: int, b: Blocks, gated: bool = False, **rest: An
     return specimen(name, kernel, constants, blocks, num_warps=b.warps, num_stages=b.stages, want_wgmma=True, **rest)
 
 
-def rings(K: int, V: int, gated: bool = False) -> Specimen:
+def rows(count: int, width: int) -> str:
+    """A block for Gluon."""
     from triton.experimental.gluon import language as gl
 
-    def rows(count: int, width: int) -> str:
-        layout = gl.NVMMASharedLayout.get_default_for([count, width], gl.bfloat16)
-        return f"tensordesc<bf16[{count}, {width}],{layout!r}>"
+    layout: Any = gl.NVMMASharedLayout.get_default_for([count, width], gl.bfloat16)
+    return f"tensordesc<bf16[{count}, {width}],{layout!r}>"
 
+
+def rings(K: int, V: int, gated: bool = False) -> Specimen:
     KA, KB = parts(K)
     blocks = dict(q_a_desc=rows(64, KA), k_a_desc=rows(128, KA), v_desc=rows(128, V))
     blocks |= dict(q_b_desc=rows(64, KB), k_b_desc=rows(128, KB)) if KB else {}
@@ -98,6 +100,13 @@ def latents(H: int, tokens: int, V: int = 512, R: int = 576, page: int = 64, sca
     return found if not scaled else _with_8_bit_rows(found)
 
 
+def latent_rings(V: int, R: int) -> Specimen:
+    blocks = dict(q_desc=rows(64, V // 4), q_b_desc=rows(64, R - V), c_desc=rows(32, V // 4), c_b_desc=rows(32, R - V))
+    constants: dict[str, Any] = dict(VALUE=V, PAGE=64, SPLIT=2048, STAGES=4, num_warps=4)
+    kernel = decode_gluon.latent_rings_kernel
+    return specimen(f"latent_rings_v{V}", kernel, constants, blocks, num_warps=4, want_wgmma=True)
+
+
 def _with_8_bit_rows(found: Specimen) -> Specimen:
     from dataclasses import replace
 
@@ -118,5 +127,7 @@ def specimens() -> list[Specimen]:
         latents(16, 1, V=256, R=320),
         latents(96, 1, page=48),
         latents(16, 1, scaled=True),
+        latent_rings(512, 576),
+        latent_rings(256, 320),
         specimen("merge", decode_kernels.merge_kernel, merge, {}, num_warps=4),
     ]

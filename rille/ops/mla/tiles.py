@@ -27,7 +27,7 @@ class Blocks(NamedTuple):
     stages: int
 
 
-FORWARD = Blocks(128, 128, 8, 2)
+FORWARD = Blocks(128, 64, 8, 3)
 QUERIES = Blocks(128, 64, 8, 2)
 KEYS = Blocks(128, 32, 8, 2)
 
