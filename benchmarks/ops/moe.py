@@ -235,7 +235,7 @@ def parts(table: Table, s: Shape, forms: list[str]) -> None:
         for t in [getattr(p, part), *VARIANTS[name].get(part, [])]:
             m(
                 name,
-                f"{part} {t.columns}x{t.step} {t.warps}w {t.stages}s {t.registers or 255}r",
+                f"{part} {t.columns}x{t.step} {t.warps}w {t.stages}s {t.parts}p {t.registers or 255}r",
                 partial(call, t),
                 flops,
             )
@@ -245,7 +245,7 @@ def parts(table: Table, s: Shape, forms: list[str]) -> None:
 VARIANTS: dict[str, dict[str, list[Tiles]]] = {
     "nano": {
         "glu": [Tiles(64, 64, 8, 2, parts=2), Tiles(64, 32, 8, 3, parts=2), Tiles(128, 64, 8, 3, parts=4)],
-        "backward": [Tiles(64, 64, 8, 3, parts=2), Tiles(64, 32, 8, 3, parts=2, registers=128)],
+        "backward": [Tiles(64, 64, 8, 3, parts=2), Tiles(64, 64, 8, 2, parts=4, registers=128), Tiles(32, 64, 8, 3)],
         "down": [Tiles(256, 64, 8, 3)],
         "dx": [Tiles(128, 64, 8, 3)],
         "dw13": [Tiles(128, 64, 8, 3)],

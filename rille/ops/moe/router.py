@@ -24,7 +24,7 @@ def router(
     weights, chosen = (torch.empty(N, top, dtype=torch.float32, device=device) for _ in range(2))
     cutoff = torch.empty(N, dtype=torch.float32, device=device)
     load = torch.zeros(E, dtype=torch.int64, device=device)
-    histogram = torch.zeros(E, bins, dtype=torch.int64, device=device)
+    histogram = torch.zeros(E, bins, dtype=torch.int32, device=device)
     block = power_of_two(E)
     height = max(1, 512 // block)
     if N:
@@ -34,7 +34,7 @@ def router(
             BINS=bins, BLOCK=block, CHOICES=power_of_two(top), ROWS=height, RENORMALISE=renormalise, SCORED=scored,
             num_warps=1,
         )  # fmt: skip
-    return ids, weights, chosen, cutoff, load, histogram
+    return ids, weights, chosen, cutoff, load, histogram.long()
 
 
 @router.register_fake

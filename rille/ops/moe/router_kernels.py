@@ -36,8 +36,8 @@ def router_forward(
     E: tl.constexpr, A: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, CHOICES: tl.constexpr,
     ROWS: tl.constexpr, RENORMALISE: tl.constexpr, SCORED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (P). ids int64, weights, chosen (their scores) [N, A]; load int64 [E]; histogram int64 [E, BINS], not
-    counted where BINS is 0. SCORED: the logits are scores."""
+    """Grid (P). ids int64, weights, chosen (their scores) [N, A]; load int64 [E]; histogram int32 [E, BINS] (one batch
+    stays below 2^31), not counted where BINS is 0. SCORED: the logits are scores."""
     e_B, a_K = tl.arange(0, BLOCK), tl.arange(0, CHOICES)
     bias_B = tl.load(bias + e_B, mask=e_B < E, other=0.0)
     low = tl.min(tl.where(e_B < E, bias_B, float("inf")), 0) - 1.0
@@ -74,7 +74,7 @@ def router_forward(
         if BINS > 0:
             above_RB = tl.math.div_rn((cutoff_R[:, None] - s_RB) - low, tl.math.div_rn(high - low, BINS * 1.0))
             bin_RB = tl.floor(tl.minimum(tl.maximum(above_RB, 0.0), BINS - 1.0)).to(tl.int32)
-            one_RB = tl.full([ROWS, BLOCK], 1, tl.int64)
+            one_RB = tl.full([ROWS, BLOCK], 1, tl.int32)
             tl.atomic_add(histogram + (e_B[None, :] * BINS + bin_RB), one_RB, mask=inside_RB, sem="relaxed")
     tl.atomic_add(load + e_B, load_B.to(tl.int64), mask=(e_B < E) & (load_B > 0), sem="relaxed")
 
