@@ -106,7 +106,7 @@ def time_rings(report: Report, only: str) -> None:
                 call = lambda: gated_attention(q, k, v, gate, packing, K**-0.5, backend="triton")  # noqa: E731, B023
                 forward_row(report, name, f"{form} gated", lengths, H, call)
             for peer, call in peers(lengths):
-                if "cudnn" in peer:
+                if "cudnn" in peer and "boundaries" not in peer:
                     forward_row(report, name, peer, lengths, H, lambda call=call: call(q, k, v, packing))  # noqa: B023
 
 
@@ -135,16 +135,9 @@ def peers(lengths: tuple[int, ...]) -> Iterator[tuple[str, Callable[..., Tensor]
 
         return call
 
-    def loop(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
-        pieces = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            found = [
-                F.scaled_dot_product_attention(
-                    *(x.transpose(0, 1)[None] for x in piece), is_causal=True, scale=scale
-                )[0].transpose(0, 1)
-                for piece in pieces
-            ]  # fmt: skip
-        return torch.cat(found)
+    def by_boundaries(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
+        call, most, starts = torch.ops.aten._cudnn_attention_forward, packing.longest, packing.starts
+        return call(q, k, v, None, starts, starts, most, most, True, 0.0, True, False, scale=scale)[0]
 
     if len(set(lengths)) == 1:
         yield "sdpa cudnn", forced(SDPBackend.CUDNN_ATTENTION, False)
@@ -152,8 +145,8 @@ def peers(lengths: tuple[int, ...]) -> Iterator[tuple[str, Callable[..., Tensor]
         yield "sdpa flash, v padded", forced(SDPBackend.FLASH_ATTENTION, True)
         yield "sdpa efficient", forced(SDPBackend.EFFICIENT_ATTENTION, False)
     else:
-        yield "cudnn, a call a sequence", loop
-        yield "cudnn varlen", lambda q, k, v, p: library.cudnn(q, k, v, p, scale)
+        yield "cudnn, a call a sequence", lambda q, k, v, p: library.cudnn(q, k, v, p, scale)
+        yield "cudnn by boundaries", by_boundaries
     yield "flash varlen, v padded", lambda q, k, v, p: library.flash(q, k, v, p, scale)
 
 

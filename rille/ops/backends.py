@@ -101,7 +101,8 @@ def of_kda(c: Sizes, empty: Callable[..., Tensor], device: torch.device) -> Iter
 def of_mla(c: Sizes, empty: Callable[..., Tensor]) -> Iterator[Choice]:
     H, scale = c.mla_heads, c.query_dim**-0.5
     q, v = empty(TOKENS, H, c.query_dim), empty(TOKENS, H, c.value_dim)
-    yield Choice("mla", *mla.choose_backend(q, v, scale, torch.promote_types(q.dtype, torch.float32)))
+    packing = Packing.of([TOKENS], device=q.device)
+    yield Choice("mla", *mla.choose_backend(q, v, packing, scale, torch.promote_types(q.dtype, torch.float32)))
     cache = mla.LatentCache(empty(1, PAGE_ROWS, c.cache_dim), torch.zeros(1, 1, dtype=torch.int64, device=q.device))
     latents = empty(1, H, c.cache_dim)
     yield Choice("mla decode", *mla.choose_latent_backend(latents, cache, c.kv_rank, scale))

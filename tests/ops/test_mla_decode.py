@@ -130,6 +130,14 @@ def test_plans_depend_on_heads_and_room_alone() -> None:
     assert launch.plan(96, 32, 2**20, False).SPLIT == launch.WHOLE_SEQUENCE
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_rows", [32, 64, 192])
+@pytest.mark.parametrize("H", [40, 96])
+def test_gluon_equals_the_reference(H: int, page_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "RINGS", True)
+    Batch([1, 3, 0, 1, 2, 40], [5000, 2046, 70, 63, 5, 31], H, 576, page_rows).check(512)
+
+
 def test_history_is_read_on_the_device() -> None:
     """What a captured launch replays: new lengths in the same tensors."""
     batch = Batch([1, 1], [70, 200])

@@ -31,12 +31,28 @@ BACKENDS = ("triton", *FORMS)
 LATENT_BACKENDS = ("triton", "torch")
 
 
-def choose_backend(q: Tensor, v: Tensor, scale: float, dtype: torch.dtype) -> tuple[str, str]:
+def choose_backend(q: Tensor, v: Tensor, packing: Packing, scale: float, dtype: torch.dtype) -> tuple[str, str]:
     """The backend of `attention` for q [N, H, K], v [N, H, V] and a result of dtype and, in words, why."""
     if not q.is_cuda:
         return "torch", f"the tensors are on {q.device.type}"
+    if dtype == q.dtype and (reason := library_is_faster(q, v, packing)):
+        return "cudnn", reason
     reason = without_triton(q, v, scale)
     return ("triton", "CUDA tensors of a supported shape") if not reason else ("torch", reason)
+
+
+def library_is_faster(q: Tensor, v: Tensor, packing: Packing) -> str:
+    """Where cuDNN, whose output has 16 bits, was measured to be faster (README.md), or an empty string.
+
+    Forward with backward at 192 / 128 channels: a batch of one length, or so many heads that the calls, one a sequence,
+    hide behind the work. Forward alone ours is as fast.
+    """
+    if library.unsupported(q) or (q.shape[2], v.shape[2]) != (192, 128):
+        return ""
+    one_length, learns = len(set(packing.lengths)) == 1, torch.is_grad_enabled() and q.requires_grad
+    if learns and (one_length or q.shape[1] >= 64):
+        return "a result of 16 bits with gradients, where cuDNN was measured to be faster"
+    return ""
 
 
 def choose_latent_backend(q: Tensor, cache: LatentCache, value_width: int, scale: float) -> tuple[str, str]:
@@ -71,7 +87,7 @@ def settle(op: str, backend: str | None, known: tuple[str, ...], chosen: tuple[s
     """The forced backend where `obstacle(backend)` names no reason against it, else the chosen one."""
     if backend is None:
         name, reason = chosen
-        if name != "triton" and not reason.startswith("the tensors are on"):
+        if name == "torch" and not reason.startswith("the tensors are on"):
             warn_once(f"{op}: backend {name!r} runs on a GPU: {reason}")
         return name
     if backend not in known:
@@ -97,7 +113,7 @@ def attend(
             return without_triton(q, v, scale)
         return library.unsupported(q) if name in ("flash", "cudnn") else ""
 
-    backend = settle("attention", backend, BACKENDS, choose_backend(q, v, scale, dtype), obstacle)
+    backend = settle("attention", backend, BACKENDS, choose_backend(q, v, packing, scale, dtype), obstacle)
     if backend == "triton":
         from rille.ops.mla import launch
 

@@ -1,8 +1,9 @@
 """Attention by the kernels inside PyTorch: their results are rounded to the operands' 16 bits before anyone sees them.
 
 "flash" takes the sequences as they lie, by their boundaries, but wants values as wide as keys: zero columns are added
-and cut off again. "cudnn" takes 192 and 128 as they are: sequences of one length as a batch, others by their
-boundaries. Both are differentiable; neither asks the device for a size.
+and cut off again. "cudnn" takes 192 and 128 as they are: sequences of one length as a batch, others with a call each
+(by their boundaries it took 50 ms where the calls took 0.3: README.md). Both are differentiable; neither asks the
+device for a size.
 
 Suffixes: N packed tokens, S sequences of one length T, H heads, K key and V value channels.
 """
@@ -25,15 +26,19 @@ def flash(q_NHK: Tensor, k_NHK: Tensor, v_NHV: Tensor, packing: Packing, scale: 
 
 
 def cudnn(q_NHK: Tensor, k_NHK: Tensor, v_NHV: Tensor, packing: Packing, scale: float) -> Tensor:
-    if len(set(packing.lengths)) == 1:
-        S = packing.num_sequences
-        q, k, v = (x.unflatten(0, (S, -1)).transpose(1, 2) for x in (q_NHK, k_NHK, v_NHV))
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            o_SHTV = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-        return o_SHTV.transpose(1, 2).flatten(0, 1)
-    call, longest, starts = torch.ops.aten._cudnn_attention_forward, packing.longest, packing.starts
-    sizes = (None, starts, starts, longest, longest, q_NHK.requires_grad)
-    return call(q_NHK, k_NHK, v_NHV, *sizes, 0.0, True, False, scale=scale)[0]
+    lengths = packing.lengths
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        if len(set(lengths)) == 1 and lengths[0]:
+            q, k, v = (x.unflatten(0, (len(lengths), -1)) for x in (q_NHK, k_NHK, v_NHV))
+            return _causal(q, k, v, scale).flatten(0, 1)
+        pieces = zip(*(x.split(lengths) for x in (q_NHK, k_NHK, v_NHV)), strict=True)
+        found = [_causal(q[None], k[None], v[None], scale)[0] for q, k, v in pieces if len(q)]
+    return torch.cat(found) if found else v_NHV
+
+
+def _causal(q_STHK: Tensor, k_STHK: Tensor, v_STHV: Tensor, scale: float) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q_STHK, k_STHK, v_STHV))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2)
 
 
 def unsupported(q_NHK: Tensor) -> str:
