@@ -10,11 +10,16 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shlex
+import signal
 import sys
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from difflib import get_close_matches
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -29,7 +34,7 @@ Arguments = list[str]
 # 8 % faster on an idle machine, but up to ten times slower where other programs hold the cores.
 SPIN = "1000"
 
-NO_ROOM = ". Make room on that disk; a run goes on from its last checkpoint with --resume"
+NO_ROOM = ". Make room on that disk"
 NO_RIGHT = ". Name a directory that you may write to"
 HINTS: dict[int | None, str] = {
     errno.ENOSPC: NO_ROOM,
@@ -55,11 +60,12 @@ def main(arguments: Arguments | None = None) -> int:
         return 141
     except (ValueError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError) as error:
         return complain(error, 2)
-    except (OSError, ArithmeticError) as error:
+    except (OSError, ArithmeticError, MemoryError) as error:
         return complain(error, 1)
 
 
 def run(arguments: Arguments) -> int:
+    check_text(arguments)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(overview())
         return 0
@@ -75,10 +81,20 @@ def run(arguments: Arguments) -> int:
 
 
 def complain(error: Exception, code: int) -> int:
-    """One message on standard error, whatever line breaks the error had."""
+    """One message on standard error, whatever line breaks the error had: what, what to do, and the error's notes."""
     hint = HINTS.get(getattr(error, "errno", None), "")
-    print(f"rille: {' '.join(str(error).split()) or type(error).__name__}{hint}", file=sys.stderr)
+    notes = "".join(f". {note}" for note in getattr(error, "__notes__", ()))
+    print(f"rille: {' '.join(str(error).split()) or type(error).__name__}{hint}{notes}", file=sys.stderr)
     return code
+
+
+def check_text(arguments: Arguments) -> None:
+    """Arguments are UTF-8: names in other bytes could neither be printed nor given to the libraries that open files."""
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"argument {os.fsencode(argument)} is not UTF-8; rename the file or directory") from None
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
@@ -99,6 +115,7 @@ examples
   rille generate runs/first --prompt "def "
   rille chat runs/first
   rille convert runs/first first-mxfp4 --experts mxfp4
+  rille data --help
   rille plan k3 --context 1048576
   rille doctor --preset k3"""
 
@@ -119,10 +136,12 @@ def train(arguments: Arguments) -> int:
     if name not in RECIPES:
         raise ValueError(f"unknown recipe {name!r}{suggestion(name, RECIPES)} the recipes are {', '.join(RECIPES)}")
     recipe = RECIPES[name]
-    config = overridable_config_cli({name: (recipe.__doc__ or "", recipe())}, args=arguments, prog="rille train")
+    with in_one_line(f"rille train {name}"):
+        config = overridable_config_cli({name: (recipe.__doc__ or "", recipe())}, args=arguments, prog="rille train")
 
-    from rille.train.pretrain import pretrain
-    from rille.train.stopping import Interrupted
+    with loading():
+        from rille.train.pretrain import pretrain
+        from rille.train.stopping import Interrupted
 
     try:
         pretrain(config)
@@ -131,6 +150,22 @@ def train(arguments: Arguments) -> int:
         print(f"\nrille: {stopped}. To go on: {shlex.join(['rille', 'train', *resume])}", file=sys.stderr)
         return stopped.exit_code
     return 0
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Ctrl-C waits while libraries are loaded: some swallow it half-way and fail later, without a word of it."""
+    came: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+    if before != signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        return (yield)  # ignored, or somebody else's
+    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        raise KeyboardInterrupt
 
 
 def train_overview() -> str:
@@ -157,7 +192,8 @@ def generate(arguments: Arguments) -> int:
 
     config = parse(GenerateConfig, arguments, "generate")
 
-    from rille.serve.generate import continue_text
+    with loading():
+        from rille.serve.generate import continue_text
 
     continue_text(config)
     return 0
@@ -169,7 +205,8 @@ def chat(arguments: Arguments) -> int:
 
     config = parse(ChatConfig, arguments, "chat")
 
-    from rille.serve.terminal import chat
+    with loading():
+        from rille.serve.terminal import chat
 
     chat(config)
     return 0
@@ -202,9 +239,10 @@ def convert(arguments: Arguments) -> int:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} exists already; name a new directory")
 
-    import torch
+    with loading():
+        import torch
 
-    from rille.model.checkpoint import load_model, save_model
+        from rille.model.checkpoint import load_model, save_model
 
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[config.dtype]
     # Packing starts from all bits of the source; otherwise the target's dtype loses nothing more than saving does.
@@ -311,9 +349,34 @@ def parse(kind: type, arguments: Arguments, verb: str):
     import tyro
 
     try:
-        return tyro.cli(kind, args=arguments or ["--help"], prog=f"rille {verb}")
+        with in_one_line(f"rille {verb}"):
+            return tyro.cli(kind, args=arguments or ["--help"], prog=f"rille {verb}")
     except SystemExit as end:
         raise SystemExit(end.code if arguments else 2) from None
+
+
+@contextmanager
+def in_one_line(command: str) -> Iterator[None]:
+    """What is wrong with arguments, which the parser prints as a box of many lines, becomes a ValueError of one."""
+    printed = StringIO()
+    try:
+        with redirect_stderr(printed):
+            yield
+    except SystemExit as end:
+        if not end.code:
+            raise
+        raise ValueError(mistake(printed.getvalue(), command)) from None
+
+
+def mistake(box: str, command: str) -> str:
+    """First paragraph of a box (below its title), and the first of the options that were perhaps meant."""
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip("│|+ ") for line in box.splitlines()[1:]]
+    paragraphs = re.split(r"\n[─╰╯-]*(?:\n|$)", "\n" + "\n".join(lines) + "\n")
+    first = next(" ".join(text.split()) for text in paragraphs if text.strip())
+    near = re.search(r"Perhaps you meant:\s+(-[\w.-]+)", " ".join(lines))
+    ours = re.match(r"Error parsing [A-Z]\w*: ", first)  # of a dataclass: it says itself what to do
+    text = re.sub(r"^Error parsing ", "", first.removeprefix(ours[0] if ours else ""))
+    return text + (f"; did you mean {near[1]}?" if near else "") + ("" if ours else f" (`{command} --help` lists all)")
 
 
 @dataclass(frozen=True)

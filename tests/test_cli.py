@@ -15,7 +15,7 @@ import torch
 from rille import cli, load_model
 from rille.model.presets import PRESETS
 from rille.train.metrics import read_metrics
-from tests.train.small import write_text
+from tests.train.small import largest_file, write_text
 
 SMALL = "--data.vocab-size 320 --model.vocab-size 320 --data.batch-tokens 96 --data.sequence-length 48 --eval-tokens 96"
 
@@ -105,8 +105,23 @@ sys.exit("torch" in sys.modules)
         ("train tyni", "unknown recipe 'tyni'; did you mean 'tiny'? the recipes are tiny, nano"),
         ("train tiny --steps 0", "steps is 0; it must be at least 1"),
         ("train tiny --steps -5", "steps is -5; it must be at least 1"),
-        ("train tiny --steps many", "--steps"),
-        ("train tiny --optim.lrr 1", "--optim.lr"),
+        (
+            "train tiny --steps many",
+            "--steps: invalid literal for int() with base 10: 'many' (`rille train tiny --help`",
+        ),
+        (
+            "train tiny --optim.lrr 1",
+            "Unrecognized options: --optim.lrr, 1; did you mean --optim.lr? (`rille train tiny",
+        ),
+        ("train tiny --optim.rule sgd", "invalid choice 'sgd' for argument '--optim.rule'. Expected one of ('adamw'"),
+        ("train tiny more", "Unrecognized options: more (`rille train tiny --help` lists all)"),
+        ("train tiny --mtp-weight 0.3", "the model has no MTP layer; give --model.mtp-layers 1"),
+        ("train tiny --data LATIN --out OUT", "is not UTF-8 text (byte 0xe9 at offset 3)"),
+        ("train tiny --data FOLDER --out OUT", "FOLDER holds no document with text; give"),
+        ("train tiny --out EMPTY/run", "Not a directory: 'EMPTY/run'"),
+        ("train tiny --out caf\udce9", "argument b'caf\\xe9' is not UTF-8; rename the file or directory"),
+        ("convert RUN caf\udce9", "argument b'caf\\xe9' is not UTF-8"),
+        ("generate caf\udce9 --prompt x", "argument b'caf\\xe9' is not UTF-8"),
         ("train tiny --optim.lr -1", "optim.lr is -1.0; it must be above 0"),
         ("train tiny --data absent --out OUT", "absent does not exist; give a UTF-8 text file, a folder"),
         ("train tiny --data EMPTY --out OUT", "is empty; give a UTF-8 text file"),
@@ -118,7 +133,7 @@ sys.exit("torch" in sys.modules)
         ("generate RUN", "--prompt"),
         ("generate RUN --prompt x --temperature -1", "temperature is -1.0; it must be at least 0"),
         ("generate RUN --prompt x --top-p 0", "top_p is 0.0; it must be above 0"),
-        ("generate RUN --prompt x --max-new-tokens -1", "max_new_tokens is -1; it must not be negative"),
+        ("generate RUN --prompt x --max-new-tokens -1", "max_new_tokens is -1; it must be at least 0"),
         ("convert absent OUT", "absent does not exist"),
         ("convert RUN RUN", "exists already; name a new directory"),
         ("convert RUN OUT --experts int8", "--experts"),
@@ -130,12 +145,13 @@ def test_mistakes_end_with_2_and_say_what_to_do(arguments, message, trained, tmp
     monkeypatch.chdir(tmp_path)
     (tmp_path / "EMPTY").touch()
     (tmp_path / "FOLDER").mkdir()
+    (tmp_path / "LATIN").write_bytes("caf\u00e9".encode("latin-1"))
     (tmp_path / "BINARY").write_bytes(b"\1\2\0\3" * 50)
     assert rille(*(str(trained) if word == "RUN" else word for word in arguments.split())) == 2
     printed = capsys.readouterr().err
     words = re.sub(r"[\s│|]+", " ", printed)
     assert message in words
-    assert "Traceback" not in printed
+    assert printed.startswith("rille: ") and printed.count("\n") == 1
     assert not (tmp_path / "OUT").exists()
 
 
@@ -179,11 +195,42 @@ def test_a_full_disk_keeps_old_checkpoints(text, trained, tmp_path):
     )
     assert run.returncode == 1
     assert "Traceback" not in run.stderr
-    assert run.stderr.splitlines()[-1].startswith("rille: ") and "Make room on that disk" in run.stderr
+    last = run.stderr.splitlines()[-1]
+    assert last.startswith("rille: [Errno 27] File too large: ")
+    assert last.endswith(". Make room on that disk. The run goes on from its last checkpoint with --resume")
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-000002"]
     again = load_model(out / "checkpoints" / "step-000002")
     assert all(torch.equal(a, b) for a, b in zip(old.parameters(), again.parameters(), strict=True))
     assert train(text, out, "--steps", "4", "--resume") == 0
+
+
+def test_a_full_disk_is_no_resume_where_there_is_no_run(text, trained, tmp_path, capsys):
+    """What to do depends on the verb, and on whether the run has begun."""
+    for command in (
+        ["convert", str(trained), str(tmp_path / "out")],
+        ["train", "tiny", "--data", str(text), "--out", str(tmp_path / "out"), *SMALL.split(), "--steps", "2"],
+    ):
+        with largest_file(2000):
+            assert rille(*command) == 1
+        printed = capsys.readouterr().err
+        assert re.fullmatch(r"rille: \[Errno 27\] File too large.*\. Make room on that disk\n", printed), printed
+        assert not (tmp_path / "out" / "model").exists() and not (tmp_path / "out" / "config.json").exists()
+
+
+def test_ctrl_c_waits_while_libraries_load(monkeypatch, capsys):
+    """It is obeyed as soon as they are there, not in the middle of one."""
+    done = []
+
+    def interrupted(*_):
+        with cli.loading():
+            os.kill(os.getpid(), signal.SIGINT)
+            done.append("loaded")
+        done.append("worked")
+        return 0
+
+    monkeypatch.setitem(cli.VERBS, "plan", cli.Verb(interrupted, ""))
+    assert rille("plan") == 130
+    assert done == ["loaded"] and capsys.readouterr().err == "\nrille: interrupted\n"
 
 
 # --- what works -------------------------------------------------------------------------------------------------------

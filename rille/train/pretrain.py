@@ -48,6 +48,7 @@ def pretrain(config: TrainConfig) -> Path:
     out = Path(config.out)
     with sole_run(out):
         newest = starting_point(config, out)
+        check_device(config)
         built = is_dataset(config.data.path)
         corpus = open_built(config.data) if built else prepare_corpus(config.data, out / CORPUS)
         run = set_up(config, corpus)
@@ -74,10 +75,13 @@ def advising() -> Iterator[None]:
         raise
 
 
-def set_up(config: TrainConfig, corpus: Corpus) -> Run:
-    """A run at step 0: model, optimiser and the way through the text."""
+def check_device(config: TrainConfig) -> None:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda: this machine has no CUDA device that torch can use; give --device cpu")
+
+
+def set_up(config: TrainConfig, corpus: Corpus) -> Run:
+    """A run at step 0: model, optimiser and the way through the text."""
     torch.manual_seed(config.seed)  # whatever will draw from torch's own generator repeats, and its state is saved
     eos = corpus.tokenizer.eos_id
     model = new_model(config.model.replace(bos_id=eos, eos_id=eos), device=config.device, seed=config.seed)
