@@ -197,6 +197,8 @@ def _request(config: DataConfig, tokenizer: Tokenizer | None) -> dict:
 
 
 def _check_same(old: dict, new: dict, directory: Path) -> None:
+    """Raise ValueError that lists differences. A setting newer than the corpus stood at its default then."""
+    old = {name: value for name, value in vars(DataConfig()).items() if name in new} | old
     changed = [
         f"{key} {old.get(key)!r}, now {new.get(key)!r}" for key in sorted({*old, *new}) if old.get(key) != new.get(key)
     ]
@@ -209,9 +211,12 @@ def _manifest(directory: Path) -> dict:
     if not file.is_file():
         raise ValueError(f"{directory} exists but holds no {MANIFEST}; use another folder or delete it")
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        manifest = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{file} is damaged ({error}); delete {directory}") from None
+    if not isinstance(manifest, dict) or not {"request", *SIDES} <= set(manifest):
+        raise ValueError(f"{file} is damaged (it must hold request, {', '.join(SIDES)}); delete {directory}")
+    return manifest
 
 
 def _sample(documents: list[Document], budget: int, note: Note) -> list[Document]:

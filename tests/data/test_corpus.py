@@ -245,3 +245,26 @@ def test_config_names_what_is_out_of_range(change: dict):
 def test_config_needs_no_torch():
     code = "import sys, rille.data.config; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_setting_newer_than_the_corpus_stood_at_its_default(tmp_path):
+    (tmp_path / "text").mkdir()
+    for number in range(20):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"document {number} of twenty\n" * 5)
+    config = DataConfig(path=str(tmp_path / "text"), vocab_size=320, held_out=0.1)
+    prepare_corpus(config, tmp_path / "corpus", note=lambda _: None)
+    file = tmp_path / "corpus" / "corpus.json"
+    manifest = json.loads(file.read_text())
+    del manifest["request"]["tokenizer_bytes"]
+    file.write_text(json.dumps(manifest))
+    prepare_corpus(config, tmp_path / "corpus", note=lambda _: None)
+    with pytest.raises(ValueError, match="tokenizer_bytes 16000000, now 999"):
+        prepare_corpus(replace(config, tokenizer_bytes=999), tmp_path / "corpus")
+    del manifest["request"]["held_out"]
+    file.write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=r"held_out 0\.02, now 0\.1"):
+        prepare_corpus(config, tmp_path / "corpus")
+    for content in ("{}", "[]", '{"request": {}}'):
+        file.write_text(content)
+        with pytest.raises(ValueError, match=r"corpus\.json is damaged .*it must hold request, train, held_out"):
+            prepare_corpus(config, tmp_path / "corpus")
