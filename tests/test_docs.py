@@ -8,7 +8,15 @@ import pytest
 import rille
 
 TOP = Path(__file__).resolve().parent.parent
-DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/api.md", "docs/chat.md", "docs/paper-map.md")
+DOCUMENTS = (
+    "README.md",
+    "ARCHITECTURE.md",
+    "CONTRIBUTING.md",
+    "docs/api.md",
+    "docs/chat.md",
+    "docs/data.md",
+    "docs/paper-map.md",
+)
 RUN = ("README.md", "docs/api.md", "docs/chat.md")
 
 

@@ -12,11 +12,13 @@ much room as the cleaned text, and goes at the end. No torch here.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -56,11 +58,25 @@ def build_dataset(config: BuildConfig, *, note: Note = print, steps: Steps | Non
         return out
     workers = config.workers or os.cpu_count() or 1
     request = _claim(partial, config)
-    if not (partial / MANIFEST).exists():
-        _make(config, request, partial, workers, note, steps or NoSteps())
-    _tidy(partial)
-    os.rename(partial, out)
+    with _alone_in(partial):
+        if not (partial / MANIFEST).exists():
+            _make(config, request, partial, workers, note, steps or NoSteps())
+        _tidy(partial)
+        os.rename(partial, out)
     return out
+
+
+@contextmanager
+def _alone_in(partial: Path) -> Iterator[None]:
+    """Hold the folder against another build of the same set; a process that ends lets go of it."""
+    folder = os.open(partial, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise ValueError(f"another build is at work in {partial}; wait for it, or name another folder") from None
+    finally:
+        os.close(folder)
 
 
 def _tidy(partial: Path) -> None:

@@ -4,10 +4,11 @@ A byte-level BPE never merges across the words that its pattern cuts, and text r
 
     ids(text) = concatenation over words w of table[w],   table[w] = tokenizer.encode(w), asked once
 
-The pattern is written here again for ASCII, where `re` is fast: letters are [A-Za-z], digits [0-9], spaces the six of
-ASCII. A text is cut where a line feed stands before a printable ASCII character: there a word ends, whatever stands
-around it, since no alternative of the pattern goes on from a line feed to such a character. Lines that hold anything
-but ASCII go to the tokenizer itself, with the lines up to the next such place.
+The pattern is written here again for plain text, where `re` is fast: ASCII, Latin-1 without its control characters, and
+the dashes, quotes, bullets, arrows and lines of other blocks, which are neither letters nor digits nor spaces and were
+so in every version of Unicode. A text is cut where a line feed stands before a printable ASCII character: there a word
+ends, whatever stands around it, since no alternative of the pattern goes on from a line feed to such a character. Lines
+that are not plain go to the tokenizer itself, up to the next such place.
 """
 
 from __future__ import annotations
@@ -21,26 +22,32 @@ import numpy as np
 
 from rille.text.official import OfficialTokenizer
 from rille.text.tokenizer import TrainedTokenizer
-from rille.text.vocabulary import WORD_PATTERN, Tokenizer, cut_text
+from rille.text.vocabulary import WORD_PATTERN, Tokenizer, check_text, cut_text
 
-_SPACES = r" \t\n\r\x0b\x0c"
-_LEAD = r"[^\r\nA-Za-z0-9]?"
+_SPACES = r" \t\n\r\x0b\x0c\xa0"
+_BOTH = r"\xaa\xba"  # letters without case, which the pattern counts as upper and as lower
+_UPPER = rf"A-Z\xc0-\xd6\xd8-\xde{_BOTH}"
+_LOWER = rf"a-z\xb5\xdf-\xf6\xf8-\xff{_BOTH}"
+_DIGITS = r"0-9\xb2\xb3\xb9\xbc-\xbe"
+_LETTERS_DIGITS = rf"{_UPPER}{_LOWER}{_DIGITS}"
+_LEAD = rf"[^\r\n{_LETTERS_DIGITS}]?"
 _CONTRACTION = r"(?:'(?:[sStTmMdD]|[rRvV][eE]|[lL][lL]))?"
 WORDS = re.compile(
     "|".join(
         [
-            rf"{_LEAD}[A-Z]*[a-z]+{_CONTRACTION}",
-            rf"{_LEAD}[A-Z]+{_CONTRACTION}",
-            r"[0-9]{1,3}",
-            rf" ?[^{_SPACES}A-Za-z0-9]+[\r\n]*",
+            rf"{_LEAD}[{_UPPER}]*[{_LOWER}]+{_CONTRACTION}",
+            rf"{_LEAD}[{_UPPER}]+[{_LOWER}]*{_CONTRACTION}",
+            rf"[{_DIGITS}]{{1,3}}",
+            rf" ?[^{_SPACES}{_LETTERS_DIGITS}]+[\r\n]*",
             rf"[{_SPACES}]*[\r\n]+",
             rf"[{_SPACES}]+(?![^{_SPACES}])",
             rf"[{_SPACES}]+",
         ]
     )
 )
+_PLAIN = re.compile(r"[\x00-\x7f\xa0-\xff\u2010-\u2027\u2030-\u205e\u2190-\u21ff\u2500-\u257f]*")
 _CUT = re.compile(r"(?<=\n)(?=[!-~])")
-_SHORT = 25_000  # characters: the longest run that `cut_text` leaves whole
+_RUN, _PIECE = 25_000, 400_000  # characters: what `cut_text` leaves whole
 _MOST_WORDS = 1_000_000  # then the table starts afresh
 
 
@@ -66,14 +73,16 @@ class Encoder:
         """
         if not self.by_table:
             return [np.array(ids, dtype=np.uint32) for ids in self._tokenizer.encode_batch(texts)]
-        parts = [part for text in texts for piece in _pieces(text) for part in _parts(piece)]
-        others = iter(self._tokenizer.encode_batch([part for part in parts if not part.isascii()]))
-        plain = iter(self._look_up([part for part in parts if part.isascii()]))
-        ids = [next(plain) if part.isascii() else np.array(next(others), dtype=np.uint32) for part in parts]
+        parts = [part for text in map(check_text, texts) for piece in _pieces(text) for part in _parts(piece)]
+        plain = [is_plain(part) for part in parts]
+        others = self._tokenizer._encode_pieces([part for part, is_one in zip(parts, plain, strict=True) if not is_one])
+        known = iter(self._look_up([part for part, is_one in zip(parts, plain, strict=True) if is_one]))
+        asked = iter(others)
+        ids = [next(known) if is_one else np.array(next(asked), dtype=np.uint32) for is_one in plain]
         return _by_text(texts, parts, ids)
 
     def _look_up(self, texts: list[str]) -> list[np.ndarray]:
-        """Ids of ASCII texts."""
+        """Ids of plain texts."""
         if len(self._table) > _MOST_WORDS:
             self._start_table()
         number = self._table.__getitem__
@@ -94,7 +103,7 @@ class Encoder:
 
     def _learn(self, words: list[str]) -> None:
         """Add words to the arrays, in the order in which the table numbered them."""
-        ids = self._tokenizer.encode_batch(words)
+        ids = self._tokenizer._encode_pieces(words)  # words are pieces already: nothing is left to cut
         ends = self._ends[-1] + np.cumsum([len(one) for one in ids])
         if ends[-1] > len(self._flat):
             self._flat = np.resize(self._flat, 2 * int(ends[-1]))
@@ -103,18 +112,29 @@ class Encoder:
 
 
 def _pieces(text: str) -> Iterable[str]:
-    """As `cut_text`, which has nothing to cut in a short text."""
-    return [text] if 0 < len(text) <= _SHORT else cut_text(text)
+    """As `cut_text`, which has nothing to cut in a text without long runs: in such a one every window of half a run has
+    spaces and other characters."""
+    if not 0 < len(text) <= _PIECE:
+        return cut_text(text)
+    half = _RUN // 2
+    windows = (text[start : start + half] for start in range(0, len(text) - half + 1, half))
+    mixed = len(text) <= _RUN or all(len(window.split(None, 1)) == 2 for window in windows)
+    return [text] if mixed else cut_text(text)
+
+
+def is_plain(text: str) -> bool:
+    """Whether the table's own pattern holds for a text."""
+    return text.isascii() or _PLAIN.fullmatch(text) is not None
 
 
 def _parts(piece: str) -> list[str]:
-    """A text cut where words surely end: parts that are all ASCII, as long as can be, and parts that are not."""
-    if piece.isascii():
+    """A text cut where words surely end: parts that are plain, as long as can be, and parts that are not."""
+    if is_plain(piece):
         return [piece]
     parts: list[str] = []
-    for ascii_only, group in groupby(_CUT.split(piece), key=str.isascii):
+    for plain, group in groupby(_CUT.split(piece), key=is_plain):
         run = list(group)
-        parts += ["".join(run)] if ascii_only else run
+        parts += ["".join(run)] if plain else run
     return parts
 
 

@@ -34,7 +34,7 @@ def in_order(
         yield from map(work, tasks)
         return
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent)
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin)
     try:
         waiting = deque()
         for task in tasks:
@@ -49,8 +49,10 @@ def in_order(
         pool.shutdown(cancel_futures=True)
 
 
-def _end_with_parent() -> None:
-    """A thread that ends this process when its parent is gone; a killed parent cannot tell it to."""
+def _begin() -> None:
+    """Libraries use one thread: there is a process for each core. A thread ends this process when its parent is gone,
+    since a killed parent cannot tell it to."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = multiprocessing.parent_process()
     assert parent is not None
 

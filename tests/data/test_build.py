@@ -193,6 +193,21 @@ def test_other_settings_and_changed_sources_are_refused(sources: tuple[str, str]
         build_dataset(replace(config, held_out=0.1))
 
 
+def test_two_builds_of_one_set_do_not_meet(sources: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = BuildConfig(sources=sources, out=str(tmp_path / "a"), workers=1, tokenizer=tokenizer_in(tmp_path / "t"))
+    real, seen = building.find_duplicates, []
+
+    def second(*arguments):
+        with pytest.raises(ValueError, match="another build is at work"):
+            build_dataset(config)
+        seen.append(True)
+        return real(*arguments)
+
+    monkeypatch.setattr(building, "find_duplicates", second)
+    build_dataset(config)
+    assert seen == [True]
+
+
 def test_damage_is_seen(tmp_path: Path):
     dataset = build(tmp_path, {"a": [essay(seed) for seed in range(20)]})
     assert check_shards(dataset.directory) == 2

@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import sys
 import tracemalloc
 from collections import Counter
 from pathlib import Path
@@ -146,3 +147,22 @@ def test_a_line_of_a_gigabyte_is_not_held():
     tracemalloc.stop()
     assert lines == [None]
     assert peak < 30_000_000
+
+
+def test_data_sets_of_the_hub_library(tmp_path: Path):
+    """A folder of `save_to_disk` needs no network; with a hub's name the same rows come as a stream."""
+    datasets = pytest.importorskip("datasets")
+    rows = {"text": ["one", "", "z" * 20_000, "two"]}
+    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "plain")
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict(rows)}).save_to_disk(tmp_path / "split")
+    for name in ("plain", "split", "split:train"):
+        records = list(read_records(f"hf:{tmp_path / name}", field="text", max_bytes=10_000))
+        texts = [text_of(record, "text") if isinstance(record, Record) else record for record in records]
+        assert [text for text in texts if isinstance(text, str)] == ["one", "two"]
+        assert [text.reason for text in texts if isinstance(text, Fault)] == ["empty", "longer than 10,000 bytes"]
+
+
+def test_hub_without_its_library(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"needs the library datasets: pip install 'rille\[hf\]'"):
+        list(read_records("hf:some/name", field="text", max_bytes=10))
