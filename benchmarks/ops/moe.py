@@ -216,7 +216,8 @@ def parts(table: Table, s: Shape, forms: list[str]) -> None:
         m(name, "activation alone", lambda: products.situ.glu(d_h[:, : s.F], d_h[:, s.F :], *CAPS))
         m(name, "down: grouped_mm", lambda: grouped_mm(act, w2.transpose(1, 2)), product)
         m(name, "dact: grouped_mm", lambda: grouped_mm(dy, w2), product)
-        m(name, "activation backward alone", lambda: products.glu_backward_rows(d_h, act, weights, places, CAPS),
+        h, d = d_h.clone(), act.clone()  # overwritten
+        m(name, "activation backward alone", lambda: products.glu_backward_rows(h, d, weights, places, CAPS),
           giga=pairs * s.F * 2 * 6 / 1e9)  # fmt: skip
         m(name, "dx: grouped_mm", lambda: grouped_mm(d_h, w13), 2 * product)
         m(name, "dw13: grouped_mm", lambda: grouped_mm(d_h.t(), rows), 2 * product)

@@ -192,10 +192,11 @@ def weight_product(
 
 @triton.jit
 def glu_backward_rows(
-    h, d, d_h, act, along, weights, pair_of_row, expert_of_tile, F: tl.constexpr, TILE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, A: tl.constexpr, B: tl.constexpr, CAPPED: tl.constexpr, FAST: tl.constexpr,
+    h, d, along, weights, pair_of_row, expert_of_tile, F: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, A: tl.constexpr, B: tl.constexpr, CAPPED: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row blocks). h, d_h [rows, 2F], d and act [rows, F], along fp32 [rows] = <act, d>; act leaves weighted."""
+    """Grid (row blocks). In place: h [rows, 2F] becomes dh and du, d [rows, F] the weighted act; along fp32 [rows] is
+    <act, d>."""
     first = tl.program_id(0) * ROWS
     if tl.load(expert_of_tile + first // TILE) >= 0:
         r_R = first.to(tl.int64) + tl.arange(0, ROWS)
@@ -203,15 +204,15 @@ def glu_backward_rows(
         weight_R1 = tl.load(weights + pair_R, mask=pair_R >= 0, other=0.0)[:, None]
         along_R = tl.zeros([ROWS], tl.float32)
         for f in range(0, F, BLOCK):
-            c_1C = (f + tl.arange(0, BLOCK))[None, :]
-            inside = c_1C < F
-            at, at_half = r_R[:, None] * (2 * F) + c_1C, r_R[:, None] * F + c_1C
-            gate = tl.load(h + at, mask=inside, other=0.0).to(tl.float32)
-            up = tl.load(h + at + F, mask=inside, other=0.0).to(tl.float32)
-            d_act = tl.load(d + at_half, mask=inside, other=0.0).to(tl.float32)
-            y, d_gate, d_up = glu_backward_of(d_act * weight_R1, gate, up, A, B, CAPPED, FAST)
-            along_R += tl.sum(y * d_act, 1)
-            tl.store(d_h + at, d_gate.to(d_h.dtype.element_ty), mask=inside)
-            tl.store(d_h + at + F, d_up.to(d_h.dtype.element_ty), mask=inside)
-            tl.store(act + at_half, (y * weight_R1).to(act.dtype.element_ty), mask=inside)
+            f_1C = (f + tl.arange(0, BLOCK))[None, :]
+            inside = f_1C < F
+            gate_at, d_at = h + r_R[:, None] * (2 * F) + f_1C, d + r_R[:, None] * F + f_1C
+            gate_RC = tl.load(gate_at, mask=inside, other=0.0).to(tl.float32)
+            up_RC = tl.load(gate_at + F, mask=inside, other=0.0).to(tl.float32)
+            d_RC = tl.load(d_at, mask=inside, other=0.0).to(tl.float32)
+            act_RC, dh_RC, du_RC = glu_backward_of(d_RC * weight_R1, gate_RC, up_RC, A, B, CAPPED, FAST)
+            along_R += tl.sum(act_RC * d_RC, 1)
+            tl.store(gate_at, dh_RC.to(h.dtype.element_ty), mask=inside)
+            tl.store(gate_at + F, du_RC.to(h.dtype.element_ty), mask=inside)
+            tl.store(d_at, (act_RC * weight_R1).to(d.dtype.element_ty), mask=inside)
         tl.store(along + r_R, along_R)

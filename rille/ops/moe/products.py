@@ -162,19 +162,17 @@ def weight_product(p: Tensor, q: Tensor, E: int, places: Places, t: Tiles) -> Te
     return out
 
 
-def glu_backward_rows(h: Tensor, d: Tensor, weights: Tensor, places: Places, glu: Glu) -> tuple[Tensor, Tensor, Tensor]:
-    """What `glu_backward_product` returns, from the pre-activation h [rows, 2F] and d [rows, F]."""
-    F = d.shape[1]
-    d_h, act = torch.empty_like(h), torch.empty_like(d)
+def glu_backward_rows(h: Tensor, d: Tensor, weights: Tensor, places: Places, glu: Glu) -> Tensor:
+    """In place: the pre-activation h [rows, 2F] becomes d_h, d [rows, F] the weighted act. Returns <act, d> of rows."""
+    F, height = d.shape[1], 4
     along = torch.empty(len(d), dtype=torch.float32, device=d.device)
-    height, block = 4, 512
     if len(d):
         launch: Any = product_kernels.glu_backward_rows[(len(d) // height,)]
         launch(
-            h, d, d_h, act, along, weights, places.pair_of_row, places.expert_of_tile, F=F, TILE=TILE, ROWS=height,
-            BLOCK=block, **glu.constants(), num_warps=4,
+            h, d, along, weights, places.pair_of_row, places.expert_of_tile, F=F, TILE=TILE, ROWS=height, BLOCK=512,
+            **glu.constants(), num_warps=4,
         )  # fmt: skip
-    return d_h, act, along
+    return along
 
 
 def grouped(a: Tensor, b: Tensor, places: Places) -> Tensor:
@@ -194,10 +192,8 @@ def library_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients: of the rows, of each row's weight, of w13, of w2."""
     h, d = grouped(rows, w13.transpose(1, 2), places), grouped(dy, w2, places)
-    d_h, act, along = glu_backward_rows(h, d, weights, places, glu)
-    del h, d
-    dx_rows = grouped(d_h, w13, places)
-    return dx_rows, along, grouped(d_h.t(), rows, places), grouped(dy.t(), act, places)
+    along = glu_backward_rows(h, d, weights, places, glu)
+    return grouped(h, w13, places), along, grouped(h.t(), rows, places), grouped(dy.t(), d, places)
 
 
 def fused_forward(rows: Tensor, w13: Tensor, w2: Tensor, places: Places, glu: Glu) -> Tensor:

@@ -14,7 +14,7 @@ POINTERS = {
     "*fp32": "logits bias weights chosen cutoff d_weights d_logits partial along",
     "*i64": "ids load",
     "*i32": "histogram counts total ends expert_of_tile row_of_pair pair_of_row",
-    "*bf16": "rows h d d_h act out",
+    "*bf16": "rows h d out",
     "i32": "N logits_row PAIRS BLOCKS TILES ROW_TILES x_row",
     "fp32": "scale",
 }
