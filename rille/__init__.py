@@ -9,13 +9,17 @@ if TYPE_CHECKING:
     from rille.model.config import K3Config
     from rille.model.model import new_model
     from rille.model.presets import preset
+    from rille.serve.engine import Engine
     from rille.serve.generate import generate, stream
+    from rille.serve.schema import SamplingParams
     from rille.text.images import preprocess_images
     from rille.text.tokenizer import load_tokenizer
 
 __version__ = "0.1.0"
 __all__ = [
+    "Engine",
     "K3Config",
+    "SamplingParams",
     "__version__",
     "generate",
     "load_model",
@@ -28,7 +32,9 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Engine": "rille.serve.engine",
     "K3Config": "rille.model.config",
+    "SamplingParams": "rille.serve.schema",
     "generate": "rille.serve.generate",
     "load_model": "rille.model.checkpoint",
     "load_tokenizer": "rille.text.tokenizer",

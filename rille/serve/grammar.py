@@ -21,17 +21,19 @@ from rille.text.vocabulary import END_OF_MESSAGE, Tokenizer
 
 
 class Vocabulary:
-    """A tokenizer as the compiler sees it; make one and keep it. Raises ValueError where llguidance is not installed or
-    the tokenizer has no control tokens."""
+    """A tokenizer as the compiler sees it, for a model of `width` words (or the tokenizer's). Make one, keep it.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    Raises ValueError where llguidance is not installed or the tokenizer has no control tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, width: int | None = None) -> None:
         if find_spec("llguidance") is None:
             raise ValueError("grammars need llguidance, which is not installed: pip install 'rille[serve]'")
         if END_OF_MESSAGE not in tokenizer.specials:
             raise ValueError(f"the tokenizer has no special token {END_OF_MESSAGE!r}, which ends what a grammar allows")
         from llguidance import LLTokenizer, TokenizerWrapper
 
-        self.tokenizer = tokenizer
+        self.tokenizer, self.width = tokenizer, width or tokenizer.vocab_size
         self._compiled: Any = LLTokenizer(TokenizerWrapper(_Spelled(tokenizer)))
 
     def matcher(self, grammar: Grammar, prefix: str = "") -> Matcher:
@@ -42,7 +44,7 @@ class Vocabulary:
         made = LLMatcher(self._compiled, LLMatcher.grammar_from_lark(grammar.lark))
         if made.is_error():
             raise ValueError(f"the grammar does not compile: {made.get_error()}")
-        matcher = Matcher(made, self.tokenizer.vocab_size, self.tokenizer.specials[grammar.stop])
+        matcher = Matcher(made, self.tokenizer.vocab_size, self.width, self.tokenizer.specials[grammar.stop])
         ids = self.tokenizer.encode(prefix) if prefix else []
         if (valid := matcher.count_valid(ids)) < len(ids):
             there = self.tokenizer.decode(ids[:valid])
@@ -55,21 +57,23 @@ class Vocabulary:
 class Matcher:
     """Where one reply stands in its grammar; `stop` is the token that ends the reply."""
 
-    def __init__(self, made: Any, vocab_size: int, stop: int) -> None:
+    def __init__(self, made: Any, vocab_size: int, width: int, stop: int) -> None:
         self._made = made
         self._bits = np.zeros(-(-vocab_size // 32), dtype=np.int32)
-        self._vocab_size, self._stop = vocab_size, stop
+        self._vocab_size, self._width, self._stop = vocab_size, width, stop
         self._num_beyond = 0  # accepted after the compiler had stopped: the stop token, when nothing else could come
         self.is_over = False
 
     def allowed(self) -> np.ndarray:
         """bool [W]: the tokens that may come next; none where it is over."""
+        mask_W = np.zeros(self._width, dtype=bool)
         if self.is_over or self._made.is_stopped():
-            mask_W = np.zeros(self._vocab_size, dtype=bool)
             mask_W[self._stop] = not self.is_over
             return mask_W
         self._made.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
-        return np.unpackbits(self._bits.view(np.uint8), bitorder="little")[: self._vocab_size].astype(bool)
+        bits = np.unpackbits(self._bits.view(np.uint8), bitorder="little")
+        mask_W[: self._vocab_size] = bits[: self._vocab_size]
+        return mask_W
 
     def accept(self, token: int) -> None:
         """Move on. Raises ValueError for a token that may not come here."""

@@ -83,6 +83,9 @@ class PagePool:
     def num_free(self) -> int:
         return len(self._free)
 
+    def free_pages(self) -> list[int]:
+        return list(self._free)
+
     def take(self, count: int) -> list[int]:
         """So many free pages; there must be as many."""
         assert 0 <= count <= len(self._free), f"{count} pages asked, {len(self._free)} free"

@@ -378,6 +378,13 @@ class PrefixCache:
         holding.latents, holding.pinned, holding.pending, holding.made = [], [], [], []
         holding.state, holding.moving = (), None
 
+    def withdraw(self, holding: Holding) -> None:
+        """Let nobody find what this sequence itself has written."""
+        holding.is_private = True
+        for entry in (*holding.latents[holding.shared :], *holding.made):
+            if entry.keys and entry.position > holding.shared * self.page_tokens:
+                self.store.abandon(entry)
+
     def _deepest_state(self, holding: Holding) -> int:
         if not self.groups:
             return holding.length
@@ -385,16 +392,3 @@ class PrefixCache:
             if self.store.state(holding.chain.at(position)) is not None:
                 return position
         return 0
-
-    def audit(self, holdings: list[Holding]) -> None:
-        """Raise AssertionError unless every page is free, held or stored, once. For tests and a server that checks."""
-        entries = {id(e): e for h in holdings for e in (*h.latents, *h.pinned, *h.pending)}
-        entries |= {id(h.moving): h.moving for h in holdings if h.moving is not None}
-        entries |= {id(entry): entry for entry in self.store.entries()}
-        used = [page for entry in entries.values() for page in entry.pages]
-        used += [page for holding in holdings for page in holding.state]
-        assert len(used) == len(set(used)), "a page belongs to two"
-        total, free = self.store.pool.num_pages, self.store.pool.num_free
-        assert len(used) + free == total, f"{len(used)} pages in use and {free} free are not {total}"
-        evictable = sum(len(entry.pages) for entry in entries.values() if entry.refs == 0)
-        assert evictable == self.store.num_evictable, f"{evictable} evictable pages, {self.store.num_evictable} counted"

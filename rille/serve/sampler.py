@@ -100,7 +100,7 @@ def change(logits_W: Tensor, row: Row) -> None:
     for token, bias in p.logit_bias.items():
         logits_W[token] += bias
     if row.allowed is not None:
-        logits_W.masked_fill_(~row.allowed, -torch.inf)
+        logits_W.masked_fill_(~row.allowed.to(logits_W.device), -torch.inf)
     if row.forbidden:
         logits_W[sorted(row.forbidden)] = -torch.inf
 

@@ -16,57 +16,16 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from math import ceil, inf
+from math import ceil
 
 from rille.serve.chain import Chain, Span
+from rille.serve.limits import Kind, SchedulerConfig
 from rille.serve.pages import Copy
 from rille.serve.parking import park, unpark
 from rille.serve.prefix import PrefixCache
 from rille.serve.schema import QueueFull, Request, TooLarge, Unavailable
 from rille.serve.sequences import Part, Sequence
 from rille.serve.tier import Tier
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A class of requests. up_to: prompts of at most so many tokens that have not been computed are of this kind (the
-    first that fits). share: of the prefill budget, as long as others want theirs. max_queued_tokens: prompt tokens that
-    may wait."""
-
-    name: str
-    up_to: float = inf
-    share: float = 1.0
-    max_queued_tokens: float = inf
-
-
-KINDS = (Kind("short", 2_048, 0.4), Kind("medium", 32_768, 0.35), Kind("long", inf, 0.25))
-
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """max_length: tokens that one sequence may come to. deterministic: chunks end at the boundaries of the hash unit
-    and nowhere else, so that a sequence is computed in the same pieces whatever else runs or is cached."""
-
-    max_running: int = 64
-    token_budget: int = 2_048
-    max_queued: int = 1_024
-    max_length: int = 1 << 20
-    kinds: tuple[Kind, ...] = KINDS
-    deterministic: bool = False
-
-    def __post_init__(self) -> None:
-        if self.max_running < 1 or self.max_queued < 0 or self.max_length < 2 or not self.kinds:
-            raise ValueError(
-                f"scheduler: max_running {self.max_running}, max_queued {self.max_queued}, max_length "
-                f"{self.max_length} and {len(self.kinds)} kinds; want at least 1, 0, 2 and 1"
-            )
-        if self.token_budget < self.max_running:
-            raise ValueError(
-                f"scheduler: a token budget of {self.token_budget} cannot hold one token of each of "
-                f"{self.max_running} running sequences"
-            )
-        if any(kind.share <= 0 for kind in self.kinds) or self.kinds[-1].up_to != inf:
-            raise ValueError("scheduler: every kind needs a share above 0, and the last one must take any length")
 
 
 @dataclass
@@ -109,8 +68,8 @@ class Scheduler:
         room = (self.cache.store.pool.num_pages - self.cache.groups) * self.cache.page_tokens
         return min(self.config.max_length, room)
 
-    def check(self, request: Request) -> None:
-        """Raise `Refused` for what is not taken, now or ever."""
+    def check(self, request: Request, pending: int = 0) -> None:
+        """Raise `Refused` for what is not taken, now or ever. pending: sequences that are on their way here."""
         if self.is_closed:
             raise Unavailable("the engine is shutting down", retry_after_s=10)
         prompt, new = len(request.prompt), request.params.max_tokens
@@ -122,9 +81,10 @@ class Scheduler:
             )
         kind = self._kind(request)
         queued = sum(len(s.chain) for s in self.waiting[kind.name])
-        if self.num_waiting + request.params.n > self.config.max_queued and self._must_wait(request.params.n):
+        waiting = self.num_waiting + pending
+        if waiting + request.params.n > self.config.max_queued and self._must_wait(request.params.n + pending):
             raise QueueFull(
-                f"{self.num_waiting:,} sequences are waiting, {self.config.max_queued:,} may; {request.params.n} more "
+                f"{waiting:,} sequences are waiting, {self.config.max_queued:,} may; {request.params.n} more "
                 "do not fit",
                 self._wait_s(),
             )
@@ -143,9 +103,13 @@ class Scheduler:
         queued = sum(len(s.chain) for s in self._all_waiting())
         return float(max(1, min(600, ceil(queued / self.prefill_rate) if self.prefill_rate else 1)))
 
-    def submit(self, request: Request, id: str, now: float, pictures: tuple[Span, ...] = ()) -> list[Sequence]:
-        """Queue a request: one sequence for each choice. Raises as `check`; ValueError for an unknown kind."""
-        self.check(request)
+    def submit(
+        self, request: Request, id: str, now: float, pictures: tuple[Span, ...] = (), *, checked: bool = False
+    ) -> list[Sequence]:
+        """Queue a request: one sequence for each choice. Raises as `check` (unless that was done); ValueError for an
+        unknown kind."""
+        if not checked:
+            self.check(request)
         kind = self._kind(request)
         deadline = None if request.deadline_s is None else now + request.deadline_s
         made: list[Sequence] = []
@@ -373,6 +337,18 @@ class Scheduler:
         if self.park is not None:
             self.park.drop(_name(sequence))
 
+    def note_rate(self, step: Step, seconds: float) -> None:
+        """How long a step took; from its prompts follows when to ask again if the queue is full."""
+        tokens = sum(part.count for part in step.parts if part.count > 1)
+        if tokens and seconds > 0:
+            rate = tokens / seconds
+            self.prefill_rate = 0.9 * self.prefill_rate + 0.1 * rate if self.prefill_rate else rate
+
+    def condemn(self, sequence: Sequence) -> None:
+        """What was computed for it is worth nothing; nobody may find any of it."""
+        if sequence.holding is not None:
+            self.cache.withdraw(sequence.holding)
+
     def renew(self, version: int) -> None:
         """The weights have changed: what is stored cannot match any more, nor what runs and now has two versions."""
         self.version = version
@@ -381,10 +357,6 @@ class Scheduler:
             sequence.holding.is_private = True
         for sequence in self._all_waiting():
             sequence.chain, sequence.parked_at = sequence.chain.under(version), None
-
-    def audit(self) -> None:
-        """Raise AssertionError unless every page is accounted for. Between steps."""
-        self.cache.audit([s.holding for s in self.running if s.holding is not None])
 
 
 def _name(sequence: Sequence) -> bytes:

@@ -159,6 +159,13 @@ class Store:
         self.withdraw(entry)
         self.unpin(entry)
 
+    def abandon(self, entry: Entry) -> None:
+        """Nothing finds it any more; its pages are free once nobody uses them."""
+        self.withdraw(entry)
+        if entry.refs == 0:
+            self.num_evictable -= len(entry.pages)
+            self.pool.give(entry.pages)
+
     def withdraw(self, entry: Entry) -> None:
         for key in entry.keys:
             if entry.is_state:

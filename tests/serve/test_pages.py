@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from rille.serve.audit import audit
 from rille.serve.chain import Chain
 from rille.serve.pages import Copy, PageLayout, PagePool
 from rille.serve.retention import Retention
@@ -146,10 +147,10 @@ def test_random_walks_lose_no_page(page_tokens, groups, unit, tier):
     for n in range(1000):
         walk.step()
         if n % 10 == 0:
-            walk.engine.cache.audit(walk.running)
+            audit(walk.engine.cache, walk.running)
     while walk.running:
         walk.leave()
     store = walk.engine.cache.store
-    walk.engine.cache.audit([])
+    audit(walk.engine.cache, [])
     store.clear()
     assert store.pool.num_free == store.pool.num_pages and not list(store.entries())

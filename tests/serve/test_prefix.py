@@ -3,6 +3,7 @@ what can be reused is reused."""
 
 import pytest
 
+from rille.serve.audit import audit
 from rille.serve.chain import Chain
 from rille.serve.prefix import PrefixCache
 from rille.serve.retention import Retention
@@ -167,7 +168,7 @@ def test_a_failed_admission_changes_nothing():
     before = engine.cache.store.pool.num_free, engine.cache.available, engine.cache.counts.queries
     assert engine.admit(ids(40)) is None
     assert before == (engine.cache.store.pool.num_free, engine.cache.available, engine.cache.counts.queries)
-    engine.cache.audit([one])
+    audit(engine.cache, [one])
     engine.cache.release(one)
     assert engine.serve(ids(40)) == 32
 

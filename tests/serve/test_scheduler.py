@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from rille.serve.audit import audit_scheduler
+from rille.serve.limits import KINDS, Kind, SchedulerConfig
 from rille.serve.prefix import PrefixCache
 from rille.serve.retention import Retention
-from rille.serve.scheduler import KINDS, Kind, Scheduler, SchedulerConfig
+from rille.serve.scheduler import Scheduler
 from rille.serve.schema import QueueFull, Request, SamplingParams, TooLarge, Unavailable
 from rille.serve.tier import HostTier
 from tests.serve.fake_memory import FakeMemory, hashes, ids
@@ -127,7 +129,7 @@ def test_many_write_what_each_would_alone(page_tokens, groups, unit, drafter):
     for n in range(12):
         server.submit(ids(n * 17 + 1), max_tokens=1 + 3 * n)
     server.finish().check()
-    server.scheduler.audit()
+    audit_scheduler(server.scheduler)
     if drafter is perfect:
         assert server.accepted == server.drafted > 0
     if drafter is wrong:
@@ -141,7 +143,7 @@ def test_short_memory_sets_sequences_aside_and_loses_nothing(park):
         server.submit(ids(20, seed=n), max_tokens=60)
     server.finish().check()
     assert server.scheduler.num_preempted > 0
-    server.scheduler.audit()
+    audit_scheduler(server.scheduler)
     assert server.cache.available == 14
 
 
@@ -253,7 +255,7 @@ def test_deadlines_end_what_is_late():
     (running,) = server.submit(ids(20), max_tokens=500, deadline_s=10)
     server.finish()
     assert 5 < len(server.written[running]) < 12 and running.is_done
-    server.scheduler.audit()
+    audit_scheduler(server.scheduler)
 
 
 def test_old_weights_match_nothing_new():
@@ -297,7 +299,7 @@ def test_a_random_walk_loses_no_page(tier, park, deterministic):
             server.scheduler.renew(turn)
         server.step()
         if turn % 10 == 0:
-            server.scheduler.audit()
+            audit_scheduler(server.scheduler)
     server.finish()
     assert server.scheduler.num_preempted > 10 and len(server.ended) > 100
     for sequence in server.ended:

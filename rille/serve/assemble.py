@@ -1,0 +1,85 @@
+"""The parts of an engine, from its settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from rille.model.checkpoint import load_model
+from rille.model.locate import find_checkpoint
+from rille.model.model import K3
+from rille.serve.config import EngineConfig
+from rille.serve.limits import SchedulerConfig
+from rille.serve.paged import Pages, layout_of
+from rille.serve.prefix import PrefixCache
+from rille.serve.retention import Retention
+from rille.serve.scheduler import Scheduler
+from rille.serve.speculation import Drafter, MtpDrafter, NgramDrafter
+from rille.serve.tier import HostTier
+from rille.text.tokenizer import load_tokenizer
+from rille.text.vocabulary import Tokenizer
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def load(checkpoint: str | Path | K3, config: EngineConfig) -> tuple[K3, Tokenizer | None]:
+    if isinstance(checkpoint, K3):
+        return checkpoint, None
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda: this machine has no CUDA device that torch can use; give device cpu")
+    place = find_checkpoint(checkpoint)
+    has_tokenizer = any((place / name).is_file() for name in ("tiktoken.model", "tokenizer.json"))
+    tokenizer = load_tokenizer(place) if has_tokenizer else None
+    return load_model(place, dtype=DTYPES[config.dtype], device=config.device), tokenizer
+
+
+def model_stop_ids(model: K3, tokenizer: Tokenizer | None) -> frozenset[int]:
+    eos = model.config.eos_id
+    return frozenset({*([] if eos is None else [eos]), *(tokenizer.stop_ids if tokenizer is not None else ())})
+
+
+def count_pages(model: K3, config: EngineConfig) -> int:
+    """As asked, or as many as fit the memory. Raises ValueError where that is none."""
+    if config.num_pages is not None:
+        return config.num_pages
+    size = layout_of(model.config, model.dtype).page_bytes
+    if config.memory_gib is not None:
+        room = int(config.memory_gib * 2**30)
+    elif model.device.type == "cuda":
+        room = int(0.8 * torch.cuda.mem_get_info(model.device)[0])
+    else:
+        room = 2**30
+    if room < size:
+        raise ValueError(f"memory_gib: {room / 2**30:.3f} GiB hold no page of {size / 2**30:.3f} GiB; give more")
+    return room // size
+
+
+def new_scheduler(pages: Pages, num_pages: int, config: EngineConfig) -> Scheduler:
+    layout, host = pages.layout, int(config.host_gib * 2**30) // pages.layout.page_bytes
+    offloads = config.preemption == "offload"
+    in_tier = host // 2 if offloads else host
+    tier = HostTier(in_tier, pages.read, pages.write) if in_tier else None
+    park = HostTier(host - in_tier, pages.read, pages.write) if offloads else None
+    retention = Retention(interval=config.checkpoint_interval)
+    cache = PrefixCache(
+        num_pages, layout.page_tokens, layout.groups, unit=config.hash_unit, retention=retention, tier=tier
+    )
+    limits = SchedulerConfig(
+        max_running=config.max_running,
+        token_budget=config.token_budget,
+        max_queued=config.max_queued,
+        max_length=config.max_length,
+        deterministic=config.deterministic,
+    )
+    return Scheduler(cache, limits, park)
+
+
+def new_drafter(model: K3, config: EngineConfig, own: Drafter | None = None) -> Drafter | None:
+    """The caller's own or the one that the settings name. Raises ValueError where the model or the settings do not
+    allow it."""
+    if own is not None and config.deterministic:
+        raise ValueError(f"deterministic goes without a drafter, but there is {type(own).__name__}")
+    if own is not None or config.drafter == "none":
+        return own
+    return MtpDrafter(model) if config.drafter == "mtp" else NgramDrafter()

@@ -1,0 +1,368 @@
+"""The engine: requests in, tokens out, step by step.
+
+    drain what came  ->  guess tokens  ->  schedule  ->  copies  ->  one forward  ->  draw  ->  replay what came true
+         ->  checkpoints  ->  publish  ->  deliver
+
+`rille.serve.scheduler` decides what runs, `rille.serve.prefix` what need not, `runner` computes, `sampler` draws. The
+engine is the only place where they meet. One thread steps; submit, abort and stats are safe from any other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Event, Lock, Thread, current_thread
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from rille.model.model import K3
+from rille.serve.assemble import count_pages, load, model_stop_ids, new_drafter, new_scheduler
+from rille.serve.config import EngineConfig
+from rille.serve.drawing import draw_parts, experts_of
+from rille.serve.grammar import Vocabulary
+from rille.serve.handle import RequestHandle
+from rille.serve.paged import Pages
+from rille.serve.reply import Reply
+from rille.serve.requests import check_request, collect, picture_spans
+from rille.serve.runner import Ran, Runner
+from rille.serve.scheduler import Step
+from rille.serve.schema import Completion, EngineStats, Output, Refused, Request, SamplingParams, Unavailable
+from rille.serve.sequences import Part
+from rille.serve.sequences import Sequence as Choice
+from rille.serve.speculation import Draft, Drafter, DraftLength
+from rille.serve.totals import Totals
+from rille.text.vocabulary import Tokenizer
+
+
+class Engine:
+    """checkpoint: a directory, or a model. config: how it uses the machine; single settings may be given by name.
+    drafter: by its name there, or one of your own.
+
+        engine = rille.Engine("runs/tiny", max_running=8)
+        [[one]] = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=16, temperature=0))
+
+    Raises ValueError or FileNotFoundError as `rille.load_model`, and ValueError for settings that do not fit the model
+    or the machine.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str | Path | K3,
+        *,
+        tokenizer: Tokenizer | None = None,
+        config: EngineConfig | None = None,
+        drafter: Drafter | str | None = None,
+        **settings,
+    ) -> None:
+        given = {"drafter": drafter} if isinstance(drafter, str) else {}
+        self.config = replace(config or EngineConfig(), **settings, **given)
+        self.model, found = load(checkpoint, self.config)
+        self.tokenizer = tokenizer if tokenizer is not None else found
+        self.stop_ids = model_stop_ids(self.model, self.tokenizer)
+        self._vocabulary: Vocabulary | None = None
+        num_pages = count_pages(self.model, self.config)
+        self.pages = Pages(self.model.config, num_pages, self.model.dtype, self.model.device, poison=self.config.poison)
+        self.scheduler = new_scheduler(self.pages, num_pages, self.config)
+        self.runner = Runner(self.model, self.pages, deterministic=self.config.deterministic)
+        self.drafter = new_drafter(self.model, self.config, None if isinstance(drafter, str) else drafter)
+        self.runner.keeps_hidden = self.drafter is not None and self.drafter.reads_hidden
+        self.lengths = DraftLength(self.config.draft_length, fixed=not self.config.adaptive_drafts)
+        self._drafts: dict[Choice, Draft] = {}
+        self._replies: dict[Choice, Reply] = {}
+        self._handles: dict[str, RequestHandle] = {}
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._lock, self._numbers, self._pending = Lock(), itertools.count(1), 0
+        self._thread: Thread | None = None
+        self._wake, self._closing = Event(), False
+        self._totals = Totals()
+
+    # --- the face ---
+
+    @property
+    def version(self) -> int:
+        """Of the weights."""
+        return self.scheduler.version
+
+    @property
+    def longest(self) -> int:
+        """Tokens that one sequence may come to, prompt and reply."""
+        return self.scheduler.longest
+
+    def check(self, request: Request) -> None:
+        """As `schema.ServingEngine.check`."""
+        if self._closing:
+            raise Unavailable("the engine is shutting down", retry_after_s=10)
+        check_request(request, self.model.config, self.tokenizer)
+        if request.params.grammar is not None:
+            self.vocabulary.matcher(request.params.grammar, request.params.grammar_prefix)
+        self.scheduler.check(request, self._pending)
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """What compiles grammars; made when it is first asked for."""
+        if self.tokenizer is None:
+            raise ValueError("a grammar needs a tokenizer, and the checkpoint has none")
+        if self._vocabulary is None:
+            self._vocabulary = Vocabulary(self.tokenizer, self.model.config.vocab_size)
+        return self._vocabulary
+
+    def submit(self, request: Request) -> RequestHandle:
+        """As `schema.ServingEngine.submit`."""
+        try:
+            self.check(request)
+        except Refused:
+            self._totals.refused += 1
+            raise
+        with self._lock:
+            id = request.id or f"request-{next(self._numbers)}"
+            if id in self._handles:
+                raise ValueError(f"request id {id!r} is in use; give another one, or none")
+            handle = RequestHandle(id, request.params.n, None if self._thread is not None else self.step)
+            self._handles[id] = handle
+            self._pending += request.params.n
+        seed = request.params.seed if request.params.seed is not None else secrets.randbits(63)
+        came = perf_counter()
+        self._post(lambda: self._take_in(request, handle, seed, came))
+        return handle
+
+    def abort(self, id: str) -> None:
+        """As `schema.ServingEngine.abort`."""
+        self._post(lambda: self._abort(id))
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[list[Completion]]:
+        """Continue prompts: for each the list of its `n` choices, ids in and out.
+
+        params: for all, one for each, or the defaults. Works with the engine's thread and without. More prompts than
+        may wait are handed in as others finish. Raises ValueError and `Refused` for prompts that cannot run.
+        """
+        params = params if params is not None else SamplingParams()
+        every = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(every) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(every)} sampling parameters; give one, or one for each")
+        requests = [Request(prompt=tuple(prompt), params=p) for prompt, p in zip(prompts, every, strict=True)]
+        for request in requests:
+            check_request(request, self.model.config, self.tokenizer)
+        results: list[list[Completion]] = []
+        open_handles: list[tuple[RequestHandle, Request]] = []
+        for request in requests:
+            while len(open_handles) >= max(1, self.config.max_queued // max(request.params.n, 1)):
+                results.append(collect(*open_handles.pop(0)))
+            open_handles.append((self.submit(request), request))
+        return results + [collect(*pair) for pair in open_handles]
+
+    def update_weights(self, named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace weights in place, between two steps; what is cached from before is not found any more.
+
+        named: parameters by their names in the model (`model.named_parameters()`), some or all. version: a number that
+        was not used before; every later token carries it. Requests under way go on with the new weights. Raises
+        ValueError, with nothing changed, for an unknown name, another shape, or the present version.
+        """
+        given = dict(named)
+        there = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        if unknown := sorted(given.keys() - there.keys()):
+            raise ValueError(
+                f"update_weights: the model has no parameter {unknown[0]!r} ({len(unknown)} unknown names)"
+            )
+        for name, tensor in given.items():
+            if tensor.shape != there[name].shape:
+                raise ValueError(
+                    f"update_weights: {name} has shape {list(tensor.shape)}, the model's {list(there[name].shape)}"
+                )
+        if version == self.version:
+            raise ValueError(f"update_weights: version {version} is the present one; give another number")
+        self._between_steps(lambda: self._replace(given, there, version))
+
+    @torch.no_grad()
+    def _replace(self, given: dict[str, Tensor], there: dict[str, Tensor], version: int) -> None:
+        for name, tensor in given.items():
+            there[name].copy_(tensor)
+        self.model.prepare()
+        self.scheduler.renew(version)
+        self.scheduler.cache.store.clear()
+
+    def stats(self) -> EngineStats:
+        """As `schema.ServingEngine.stats`."""
+        return self._totals.stats(self.scheduler, self._pending)
+
+    def describe(self) -> list[str]:
+        """As `schema.ServingEngine.describe`."""
+        c = self.config
+        size = self.pages.bytes.numel() / 2**30
+        drafts = "none" if self.drafter is None else f"{type(self.drafter).__name__}, at most {c.draft_length} tokens"
+        return [
+            *self.scheduler.cache.describe(),
+            f"pool: {size:.2f} GiB on {self.model.device}; a sequence may have {self.longest:,} tokens",
+            f"steps: at most {c.token_budget:,} tokens of at most {c.max_running:,} sequences; "
+            f"{c.max_queued:,} may wait",
+            f"drafts: {drafts}; deterministic: {'yes' if c.deterministic else 'no'}; weights: version {self.version}",
+        ]
+
+    # --- the thread ---
+
+    def start(self) -> None:
+        """As `schema.ServingEngine.start`."""
+        if self._thread is None:
+            self._thread = Thread(target=self._run, name="rille-engine", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """As `schema.ServingEngine.close`."""
+        self._closing = True
+        if self._thread is not None:
+            self._wake.set()
+            self._thread.join()
+            self._thread = None
+        self._drain()
+        self._abort_all()
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                if not self.step():
+                    self._wake.wait(timeout=0.05)  # deadlines pass without anybody waking us
+                    self._wake.clear()
+        finally:  # whatever happened, nobody waits for an engine that has stopped
+            self._closing = self.scheduler.is_closed = True
+            self._drain()
+            self._abort_all()
+
+    def _post(self, action: Callable[[], None]) -> None:
+        self._inbox.put(action)
+        self._wake.set()
+
+    def _between_steps(self, action: Callable[[], None]) -> None:
+        """Carry an action out in the thread that steps, and wait for it."""
+        if self._thread is None or current_thread() is self._thread:
+            action()
+            return
+        done = Event()
+        self._post(action)
+        self._post(done.set)
+        done.wait()
+
+    def _drain(self) -> None:
+        with suppress(Empty):
+            while True:
+                self._inbox.get_nowait()()
+
+    # --- requests ---
+
+    def _take_in(self, request: Request, handle: RequestHandle, seed: int, came: float) -> None:
+        self._pending -= request.params.n
+        spans = picture_spans(request, self.model.config)
+        for choice in self.scheduler.submit(request, handle.id, came, spans, checked=True):
+            matcher = None
+            if request.params.grammar is not None:
+                matcher = self.vocabulary.matcher(request.params.grammar, request.params.grammar_prefix)
+            self._replies[choice] = Reply(choice, seed, self.stop_ids, self.tokenizer, matcher)
+
+    def _abort(self, id: str) -> None:
+        for choice in [choice for choice in self._replies if choice.id == id]:
+            self._end(choice, [self._replies[choice].end("abort")])
+
+    def _abort_all(self) -> None:
+        for id in list(self._handles):
+            self._abort(id)
+
+    def _end(self, choice: Choice, outputs: Sequence[Output]) -> None:
+        """The last outputs of a choice; its pages go."""
+        self.scheduler.finish(choice)
+        self._replies.pop(choice)
+        self._drafts.pop(choice, None)
+        self.runner.forget(choice)
+        if self.drafter is not None:
+            self.drafter.forget(choice)
+        self._totals.note_end(outputs)
+        self._handles[choice.id].put(outputs)
+        if not any(other.id == choice.id for other in self._replies):
+            del self._handles[choice.id]
+
+    # --- a step ---
+
+    def step(self) -> bool:
+        """One step; False where there was nothing to run."""
+        self._drain()
+        self._guess()
+        began = perf_counter()
+        step = self.scheduler.step(began)
+        for choice in step.expired:
+            self._end(choice, [self._replies[choice].end("abort", error="the deadline has passed")])
+        if not step.parts:
+            return False
+        self.pages.clear(step.clear)
+        self.pages.copy(step.copies)
+        self._compute(step)
+        if self.config.poison:
+            self.pages.poison(self.scheduler.cache.store.pool.free_pages())
+        seconds = perf_counter() - began
+        self.lengths.note_time(step.num_tokens, seconds)
+        self.scheduler.note_rate(step, seconds)
+        return True
+
+    def _guess(self) -> None:
+        """Drafts for everything that decodes."""
+        if self.drafter is None:
+            return
+        decoding = [choice for choice in self.scheduler.running if choice.num_left == 1]
+        limit = self.lengths.choose(len(decoding)) if decoding else 0
+        self._totals.draft_length = limit
+        for choice in decoding:
+            draft = self.drafter.propose(choice, limit) if limit else Draft()
+            self._drafts[choice], choice.drafts = draft, draft.tokens
+
+    def _compute(self, step: Step) -> None:
+        parts = step.parts
+        replies = [self._replies[part.sequence] for part in parts]
+        wants_experts = any(part.sequence.request.params.expert_ids for part in parts)
+        ran = self.runner.run(parts, wants_experts)
+        rows = [reply.rows(part.drafts) if part.ends else [] for part, reply in zip(parts, replies, strict=True)]
+        drawn = draw_parts(ran.logits, parts, rows, self._drafts)
+        experts = experts_of(ran.experts, rows)
+        outputs, accepted = [], []
+        for part, reply, tokens, chosen in zip(parts, replies, drawn, experts, strict=True):
+            outputs.append(reply.take(tokens, self.version, chosen[: len(tokens)]))
+            # A draft that came true was consumed, unless the reply ended before it.
+            accepted.append(min(max(len(tokens) - 1, 0), len(part.sequence.chain) - part.start - part.count))
+        drafted = [(p, a) for p, a in zip(parts, accepted, strict=True) if p.drafts]
+        self.runner.replay(ran, [p for p, _ in drafted], [a for _, a in drafted])
+        self._observe(ran, parts, accepted)
+        self._finish_step(step, replies, accepted, outputs)
+
+    def _observe(self, ran: Ran, parts: Sequence[Part], accepted: Sequence[int]) -> None:
+        """Show the drafter the rows that are now known, each with the token that follows it."""
+        if ran.hidden is None or self.drafter is None:
+            return
+        for part, start, count in zip(parts, ran.starts, accepted, strict=True):
+            ids = part.sequence.chain.ids
+            known = min(part.count + count, len(ids) - 1 - part.start)
+            following = ids[part.start + 1 : part.start + 1 + known].tolist()
+            self.drafter.observe(part.sequence, part.start, ran.hidden[start : start + known], following)
+
+    def _finish_step(
+        self, step: Step, replies: Sequence[Reply], accepted: Sequence[int], outputs: Sequence[list[Output]]
+    ) -> None:
+        copies = []
+        for part, reply, count in zip(step.parts, replies, accepted, strict=True):
+            if reply.failed:
+                self.scheduler.condemn(part.sequence)
+            copies += self.scheduler.settle(part, count)
+        self.pages.copy(copies)
+        for part, reply, count, some in zip(step.parts, replies, accepted, outputs, strict=True):
+            self.scheduler.landed(part, count)
+            if part.drafts:
+                self.lengths.note(len(part.drafts), count)
+            self._totals.note_part(part, count, some)
+            if reply.is_done:
+                self._end(part.sequence, some)
+            elif some:
+                self._handles[part.sequence.id].put(some)
+        self._totals.note_step(step)

@@ -1,0 +1,120 @@
+"""One choice while it is written: what decides its next token, and where it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from rille.serve.grammar import Matcher
+from rille.serve.sampler import Drawn, Row
+from rille.serve.schema import Finished, FinishReason, Output, TokenOutput, Usage
+from rille.serve.sequences import Sequence as Choice
+from rille.serve.stopping import StopStrings
+from rille.text.vocabulary import TextStream, Tokenizer
+
+
+class Reply:
+    """stop_ids: the model's own, which `ignore_eos` leaves out. is_done: its `Finished` was made; failed: for an error
+    of this choice."""
+
+    def __init__(
+        self,
+        sequence: Choice,
+        seed: int,
+        stop_ids: frozenset[int],
+        tokenizer: Tokenizer | None,
+        matcher: Matcher | None,
+    ) -> None:
+        self.sequence, self.seed, self.matcher = sequence, seed, matcher
+        params = sequence.request.params
+        self.stop_ids = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else stop_ids)
+        self._stream = TextStream(tokenizer) if tokenizer is not None else None
+        self._strings = StopStrings(params.stop)
+        self.is_done = self.failed = False
+
+    @property
+    def _written(self) -> Sequence[int]:
+        return self.sequence.chain.ids[self.sequence.num_prompt :]
+
+    def rows(self, drafts: Sequence[int]) -> list[Row]:
+        """What decides the next token, and the one after each draft if it and those before come true."""
+        params, place = self.sequence.request.params, self.sequence.num_written
+        needs_ids = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
+        prompt = self.sequence.request.prompt if params.repetition_penalty != 1 else ()
+        written = tuple(self._written) if needs_ids else ()
+        masks = self._masks(drafts)
+        return [
+            Row(
+                params,
+                self.seed,
+                self.sequence.index,
+                place + ahead,
+                prompt,
+                (*written, *drafts[:ahead]) if needs_ids else (),
+                masks[ahead],
+                self.stop_ids if place + ahead < params.min_tokens else frozenset(),
+            )
+            for ahead in range(len(drafts) + 1)
+        ]
+
+    def _masks(self, drafts: Sequence[int]) -> list[torch.Tensor | None]:
+        """For each row what the grammar lets through. Rows behind a draft that it excludes never count."""
+        if self.matcher is None:
+            return [None] * (len(drafts) + 1)
+        masks: list[torch.Tensor | None] = [torch.from_numpy(self.matcher.allowed())]
+        valid = self.matcher.count_valid(drafts)
+        for token in drafts[:valid]:
+            self.matcher.accept(token)
+            masks.append(torch.from_numpy(self.matcher.allowed()))
+        self.matcher.rollback(valid)
+        return masks + [None] * (len(drafts) + 1 - len(masks))
+
+    def take(
+        self, drawn: Sequence[Drawn], version: int, experts: Sequence[Mapping[int, tuple[int, ...]] | None]
+    ) -> list[Output]:
+        """Tokens that came after each other; the chain grows by them, up to the one that ends the reply."""
+        outputs: list[Output] = []
+        for token, chosen in zip(drawn, experts, strict=True):
+            if token.error is not None:
+                outputs.append(self.end("error", error=token.error))
+            else:
+                outputs += self._add(token, version, chosen)
+            if self.is_done:
+                break
+        return outputs
+
+    def _add(self, drawn: Drawn, version: int, experts: Mapping[int, tuple[int, ...]] | None) -> list[Output]:
+        sequence, params = self.sequence, self.sequence.request.params
+        sequence.chain.append(drawn.token)
+        if self.matcher is not None:
+            self.matcher.accept(drawn.token)
+        is_stop = drawn.token in self.stop_ids or (self.matcher is not None and self.matcher.is_over)
+        text, matched = "", None
+        if self._stream is not None and not is_stop:
+            text = self._stream.feed(drawn.token)
+            if sequence.num_written >= params.min_tokens:  # a stop string counts from here on
+                text, matched = self._strings.feed(text)
+        logprob = drawn.logprob if params.logprobs or params.top_logprobs else None
+        output = TokenOutput(sequence.index, drawn.token, logprob, drawn.top, version, text, experts)
+        if is_stop:
+            return [output, self.end("stop", matched=drawn.token)]
+        if matched is not None:
+            return [output, self.end("stop", matched=matched)]
+        if sequence.num_written >= params.max_tokens:
+            return [output, self.end("length")]
+        return [output]
+
+    def end(self, reason: FinishReason, matched: int | str | None = None, error: str | None = None) -> Finished:
+        """Close the choice."""
+        self.is_done, self.failed = True, reason == "error"
+        rest = ""
+        if self._stream is not None and not isinstance(matched, str):
+            rest, late = self._strings.feed(self._stream.finish())
+            rest += self._strings.finish() if late is None else ""
+        return Finished(self.sequence.index, reason, self.usage, matched, error, rest)
+
+    @property
+    def usage(self) -> Usage:
+        cached = min(self.sequence.cached or 0, self.sequence.num_prompt - 1)
+        return Usage(self.sequence.num_prompt, cached, self.sequence.num_written)

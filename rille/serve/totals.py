@@ -1,0 +1,67 @@
+"""What an engine counts. No torch here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from rille.serve.scheduler import Scheduler, Step
+from rille.serve.schema import EngineStats, Finished, FinishReason, Output, TokenOutput
+from rille.serve.sequences import Part
+
+
+class Totals:
+    """Sums since the start, written by the thread that steps."""
+
+    def __init__(self) -> None:
+        self.refused = self.steps = self.batch_tokens = self.prompt_tokens = self.generated = 0
+        self.drafted = self.accepted = self.draft_length = 0
+        self._accepted_at: list[int] = []
+        self._finished: Counter[FinishReason] = Counter()
+
+    def note_part(self, part: Part, accepted: int, outputs: Sequence[Output]) -> None:
+        """A part of a step is over."""
+        self.prompt_tokens += max(0, min(part.start + part.count, part.sequence.num_prompt) - part.start)
+        self.generated += sum(isinstance(output, TokenOutput) for output in outputs)
+        self.drafted += len(part.drafts)
+        self.accepted += accepted
+        self._accepted_at += [0] * (len(part.drafts) - len(self._accepted_at))
+        for place in range(accepted):
+            self._accepted_at[place] += 1
+
+    def note_step(self, step: Step) -> None:
+        self.steps += 1
+        self.batch_tokens = step.num_tokens
+
+    def note_end(self, outputs: Sequence[Output]) -> None:
+        self._finished.update(output.reason for output in outputs if isinstance(output, Finished))
+
+    def stats(self, scheduler: Scheduler, pending: int) -> EngineStats:
+        cache = scheduler.cache
+        store, counts = cache.store, cache.counts
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=scheduler.num_waiting + pending,
+            pages_total=store.pool.num_pages,
+            pages_used=store.pool.num_pages - store.available,
+            pages_cached=store.num_evictable,
+            checkpoints=store.num_states,
+            prompt_tokens=self.prompt_tokens,
+            generated_tokens=self.generated,
+            cache_queries=counts.queries,
+            cache_hits=counts.hits,
+            latent_hits=counts.latent_hits,
+            external_hits=counts.external,
+            misses=dict(counts.misses),
+            preemptions=scheduler.num_preempted,
+            aborted=self._finished["abort"],
+            refused=self.refused,
+            finished=dict(self._finished),
+            steps=self.steps,
+            batch_tokens=self.batch_tokens,
+            drafted=self.drafted,
+            accepted=self.accepted,
+            accepted_at=tuple(self._accepted_at),
+            draft_length=self.draft_length,
+            version=scheduler.version,
+        )
