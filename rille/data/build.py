@@ -34,7 +34,7 @@ from rille.data.records import source_state
 from rille.data.report import write_report
 from rille.data.shards import EncodeTask, ShardWriter, encode_chunk, encoded, token_dtype
 from rille.data.sources import Note
-from rille.data.spool import Spool
+from rille.data.spool import Spool, texts_of
 from rille.data.steps import NoSteps, Steps
 from rille.data.workers import in_order
 from rille.text.tokenizer import load_tokenizer, train_tokenizer
@@ -206,7 +206,7 @@ def _sample(config: BuildConfig, spool: Spool, training: np.ndarray) -> Iterator
     bound = np.uint64(min(2**64 - 1, int(share * 2**64)))
     for chunk in range(len(spool)):
         wanted = training[spool.first[chunk] : spool.first[chunk + 1]] & (spool.rows(chunk)["low"] <= bound)
-        yield from spool.texts(chunk, wanted)
+        yield from texts_of(spool.directory, chunk, wanted)
 
 
 def _encode(

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from rille.data.encode import Encoder
-from rille.data.spool import Spool
+from rille.data.spool import texts_of
 from rille.text.tokenizer import load_tokenizer
 
 _SLICE = 1_000_000  # characters encoded at once
@@ -94,10 +94,10 @@ def encode_chunk(task: EncodeTask) -> dict[str, Any]:
     done = Path(f"{task.base}.json")
     if done.exists():
         return json.loads(done.read_text(encoding="utf-8"))
-    spool, encoder = Spool(task.spool), _encoder(task.tokenizer)
+    encoder = _encoder(task.tokenizer)
     counts = np.zeros(encoder.vocab_size, dtype=np.int64)
     writers: dict[str, ShardWriter] = {}
-    for text_bytes, ids in encoded(encoder, spool.texts(task.chunk, task.wanted)):
+    for text_bytes, ids in encoded(encoder, texts_of(task.spool, task.chunk, task.wanted)):
         kind = "long" if len(ids) >= task.long_tokens else "short"
         if kind not in writers:
             base = Path(f"{task.base}-long") if kind == "long" else task.base

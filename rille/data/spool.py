@@ -101,7 +101,7 @@ class Spool:
         return self.first[-1]
 
     def _rows(self, chunk: int) -> np.ndarray:
-        return np.load(self.directory / f"{chunk:05d}.rows.npy", mmap_mode="r" if self.facts[chunk]["rows"] else None)
+        return rows_of(self.directory, chunk)
 
     def _signatures(self, chunk: int) -> np.ndarray:
         """uint32 [rows, 128], or none at all for a chunk without documents."""
@@ -128,11 +128,19 @@ class Spool:
             stream.seek(int(lengths[:row].sum()))
             return stream.read(int(lengths[row])).decode()
 
-    def texts(self, chunk: int, wanted: np.ndarray) -> Iterator[str]:
-        """The texts of a chunk's rows that are wanted (bool [rows]), in order, one at a time."""
-        with open(self.directory / f"{chunk:05d}.text", "rb", buffering=1 << 20) as stream:
-            for length, take in zip(self.rows(chunk)["length"].tolist(), wanted.tolist(), strict=True):
-                if take:
-                    yield stream.read(length).decode()
-                else:
-                    stream.seek(length, os.SEEK_CUR)
+
+def rows_of(directory: Path, chunk: int) -> np.ndarray:
+    """The rows of one sealed chunk, mapped."""
+    file = directory / f"{chunk:05d}.rows.npy"
+    empty = not (directory / f"{chunk:05d}.text").stat().st_size  # of which there is nothing to map
+    return np.load(file, mmap_mode=None if empty else "r")
+
+
+def texts_of(directory: Path, chunk: int, wanted: np.ndarray) -> Iterator[str]:
+    """The texts of a chunk's rows that are wanted (bool [rows]), in order, one at a time; reads no other chunk."""
+    with open(directory / f"{chunk:05d}.text", "rb", buffering=1 << 20) as stream:
+        for length, take in zip(rows_of(directory, chunk)["length"].tolist(), wanted.tolist(), strict=True):
+            if take:
+                yield stream.read(length).decode()
+            else:
+                stream.seek(length, os.SEEK_CUR)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -53,6 +54,7 @@ def _begin() -> None:
     """Libraries use one thread: there is a process for each core. A thread ends this process when its parent is gone,
     since a killed parent cannot tell it to."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent is the one that answers
     parent = multiprocessing.parent_process()
     assert parent is not None
 
