@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from rille.ops.attn_res import mix_kernels
+from rille.ops.attn_res import mix_kernels, wide_kernels
 
 # Most sources of one site, for each number of them is a kernel of its own; widest row that fits one program.
 MOST_SOURCES, WIDEST = 16, 8192
@@ -25,10 +25,17 @@ MOST_SOURCES, WIDEST = 16, 8192
 FORWARD_REGISTERS, BACKWARD_REGISTERS = 64, 32
 
 
+# Rows of more than so many elements run through `wide_kernels`, whose forward keeps so many bytes on their way.
+NARROW, STREAM_BYTES = 4096, 11 << 14
+
+
 @dataclass(frozen=True)
 class Plan:
-    """How programs cover rows. Forward: STEP rows one after another, sources in groups of GROUP. Backward: a fixed
-    number of programs for each processor, HELD sources in registers. VEC elements of BLOCK make one load."""
+    """How programs cover rows. VEC elements of BLOCK make one load; `programs` of a processor share the rows backward.
+
+    Narrow forward: STEP rows one after another, sources in groups of GROUP. Narrow backward: HELD sources in registers.
+    Wide forward: `forward_programs` of a processor, STAGES - 1 sources on their way to each.
+    """
 
     BLOCK: int
     VEC: int
@@ -38,25 +45,35 @@ class Plan:
     HELD: int
     backward_warps: int
     programs: int
+    wide_forward: bool
+    wide_backward: bool
+    STAGES: int
+    forward_programs: int
 
 
 @cache
 def plan(R: int, D: int, itemsize: int) -> Plan:
-    """Sizes found by compiling for sm_90: 16 elements a thread forward and 8 backward need 128 registers or fewer. A
-    row of 8192 would need 32 warps backward; 8 warps with all the registers do better."""
+    """Sizes found by compiling for sm_90. Narrow: 16 elements a thread forward and 8 backward need 128 registers or
+    fewer. Wide: 32 forward, for what a warp does once a source weighs less then, and 16 backward."""
     VEC = 16 // itemsize
     BLOCK = max(32 * VEC, 1 << (D - 1).bit_length())
-    forward_warps = min(16, max(1, BLOCK // 512))
+    wide = BLOCK > NARROW
+    most_warps = BLOCK // (32 * VEC)
+    forward_warps = min(8, most_warps) if wide else max(1, BLOCK // 512)
     registers = registers_of_a_source(BLOCK, forward_warps, itemsize)
     if R * registers <= FORWARD_REGISTERS:
         GROUP = R
     else:
         most = max(1, FORWARD_REGISTERS // (2 * registers))
         GROUP = -(-R // -(-R // most))  # groups of nearly one size
-    backward_warps = 8 if BLOCK > 4096 else max(1, BLOCK // 256)
+    backward_warps = min(16, most_warps) if wide else max(1, BLOCK // 256)
     HELD = min(R, BACKWARD_REGISTERS // registers_of_a_source(BLOCK, backward_warps, itemsize))
-    programs = 1 if BLOCK > 4096 else 16 // backward_warps
-    return Plan(BLOCK, VEC, max(1, 4096 // BLOCK), GROUP, forward_warps, HELD, backward_warps, programs)
+    STAGES = 1 + STREAM_BYTES // (BLOCK * itemsize)
+    programs = max(1, 16 // backward_warps)
+    STEP = max(1, 4096 // BLOCK)
+    return Plan(
+        BLOCK, VEC, STEP, GROUP, forward_warps, HELD, backward_warps, programs, wide, BLOCK >= NARROW, STAGES, 1
+    )
 
 
 def registers_of_a_source(BLOCK: int, warps: int, itemsize: int) -> int:
@@ -85,12 +102,15 @@ def mix(
     stats = torch.empty((N, columns(R, norm_gain)) if save else 0, dtype=torch.float32, device=out.device)
     if N:
         p = plan(R, D, out.element_size())
-        launch: Any = mix_kernels.mix_forward[(-(-N // p.STEP),)]
-        launch(
-            tuple(sources), update, query, gain, norm_gain, out, running, stats, N, eps, D=D, BLOCK=p.BLOCK,
-            STEP=p.STEP, GROUP=p.GROUP, LANES=32 * p.forward_warps, VEC=p.VEC, UPDATE=update is not None,
-            NORM=norm_gain is not None, STATS=save, num_warps=p.forward_warps,
-        )  # fmt: skip
+        arguments = (tuple(sources), update, query, gain, norm_gain, out, running, stats, N, eps)
+        flags: dict[str, Any] = dict(UPDATE=update is not None, NORM=norm_gain is not None, STATS=save)
+        flags |= dict(D=D, BLOCK=p.BLOCK, LANES=32 * p.forward_warps, VEC=p.VEC, num_warps=p.forward_warps)
+        if p.wide_forward:
+            launch: Any = wide_kernels.wide_forward[(min(N, p.forward_programs * processors(out.device)),)]
+            launch(*arguments, STAGES=p.STAGES, **flags)
+        else:
+            launch = mix_kernels.mix_forward[(-(-N // p.STEP),)]
+            launch(*arguments, STEP=p.STEP, GROUP=p.GROUP, **flags)
     return out, running, stats
 
 
@@ -109,7 +129,7 @@ def columns(R: int, norm_gain: Tensor | None) -> int:
 @torch.library.custom_op("rille::attn_res_mix_backward", mutates_args=())
 def mix_backward(
     d_out: Tensor, d_running: Tensor | None, sources: Sequence[Tensor], query: Tensor, gain: Tensor,
-    norm_gain: Tensor | None, stats: Tensor,
+    norm_gain: Tensor | None, stats: Tensor, eps: float,
 ) -> tuple[list[Tensor], Tensor]:  # fmt: skip
     """The gradients of the sources, the last with d_running added, and fp32 [2 or 1, D]: those of query * gain and of
     the norm's gain."""
@@ -119,24 +139,27 @@ def mix_backward(
     grads = [torch.empty_like(source) for source in sources]
     partial = torch.empty(programs, 1 + normed, D, dtype=torch.float32, device=d_out.device)
     if N:
-        launch: Any = mix_kernels.mix_backward[(programs,)]
-        launch(
-            tuple(sources), tuple(grads), d_out, d_running, query, gain, norm_gain, stats, partial, N, D=D,
-            BLOCK=p.BLOCK, HELD=p.HELD, LANES=32 * p.backward_warps, VEC=p.VEC, NORM=normed,
-            RUNNING=d_running is not None, num_warps=p.backward_warps,
-        )  # fmt: skip
+        arguments = (tuple(sources), tuple(grads), d_out, d_running, query, gain, norm_gain, stats, partial, N, eps)
+        flags: dict[str, Any] = dict(NORM=normed, RUNNING=d_running is not None)
+        flags |= dict(D=D, BLOCK=p.BLOCK, LANES=32 * p.backward_warps, VEC=p.VEC, num_warps=p.backward_warps)
+        if p.wide_backward:
+            launch: Any = wide_kernels.wide_backward[(programs,)]
+            launch(*arguments, **flags)
+        else:
+            launch = mix_kernels.mix_backward[(programs,)]
+            launch(*arguments, HELD=p.HELD, **flags)
     return grads, partial.sum(0)
 
 
 @mix_backward.register_fake
-def _(d_out, d_running, sources, query, gain, norm_gain, stats):
+def _(d_out, d_running, sources, query, gain, norm_gain, stats, eps):
     D = d_out.shape[1]
     shape = (1 + (norm_gain is not None), D)
     return [torch.empty_like(source) for source in sources], d_out.new_empty(shape, dtype=torch.float32)
 
 
 def save_for_backward(ctx, inputs, output) -> None:
-    sources, update, query, gain, norm_gain, *_ = inputs
+    sources, update, query, gain, norm_gain, ctx.eps, _ = inputs
     _, running, stats = output
     if update is not None:
         sources = [*sources[:-1], running]
@@ -152,7 +175,7 @@ def gradient(ctx, d_out, d_running, _):
         raise RuntimeError("attn_res: the forward pass saved nothing for a backward pass")
     d_out = torch.zeros_like(sources[0]) if d_out is None else d_out.contiguous()
     d_running = d_running.contiguous() if ctx.updates and d_running is not None else None
-    grads, sums = mix_backward(d_out, d_running, sources, query, gain, norm_gain, stats)
+    grads, sums = mix_backward(d_out, d_running, sources, query, gain, norm_gain, stats, ctx.eps)
     d_query, d_gain = (sums[0] * gain).to(query.dtype), (sums[0] * query).to(gain.dtype)
     d_norm = None if norm_gain is None else sums[1].to(norm_gain.dtype)
     return grads, grads[-1] if ctx.updates else None, d_query, d_gain, d_norm, None, None

@@ -10,14 +10,15 @@ source of a group. Groups meet by online softmax. A token leaves t, r (and r of 
 
 Backward, for a gradient g of h:
 
-    ds_j = a_j (<g, V_j> - sum_i a_i <g, V_i>)
+    ds_j = a_j (<g, V_j> - <g, h>)
     dV_j = a_j g + ds_j r_j w - ds_j t_j r_j^3 / D V_j              dw = sum over tokens and sources of ds_j r_j V_j
 
 dV_j needs all <g, V_j> first: HELD sources stay in registers meanwhile, the others are read again, from the cache.
 With NORM g is first led through the norm, which takes h, made again from the sources. dw is summed in registers over
 the rows of a program, one partial sum a program, added up in order by a second pass: the same bits every time.
 
-Suffixes: B block of D, a power of two. N tokens, D width, R sources, C columns of stats.
+Suffixes: B block of D, a power of two. N tokens, D width, R sources, P the
+next power of two, C columns of stats.
 """
 
 import triton
@@ -162,21 +163,19 @@ def mixture(
 
 
 @triton.jit
-def softmax_of(of_row, R: tl.constexpr):
-    """t, r and a of every source from a row's stats."""
-    t, r, top = (), (), float("-inf")
-    for j in tl.static_range(R):
-        t = t + (tl.load(of_row + j),)
-        r = r + (tl.load(of_row + (R + j)),)
-        top = tl.maximum(top, t[j] * r[j])
-    e, total = (), 0.0
-    for j in tl.static_range(R):
-        e = e + (tl.exp(t[j] * r[j] - top),)
-        total += e[j]
-    a = ()
-    for j in tl.static_range(R):
-        a = a + (e[j] / total,)
-    return t, r, a
+def softmax_of(of_row, j_P, R: tl.constexpr):
+    """t, r and a of every source from a row's stats, [P]: one register for all sources, not one for each."""
+    t_P = tl.load(of_row + j_P, mask=j_P < R, other=0.0)
+    r_P = tl.load(of_row + R + j_P, mask=j_P < R, other=0.0)
+    score_P = tl.where(j_P < R, t_P * r_P, float("-inf"))
+    e_P = tl.exp(score_P - tl.max(score_P, 0))
+    return t_P, r_P, e_P / tl.sum(e_P, 0)
+
+
+@triton.jit
+def pick(x_P, j_P, j):
+    """Entry j."""
+    return tl.sum(tl.where(j_P == j, x_P, 0.0), 0)
 
 
 @triton.jit
@@ -191,26 +190,30 @@ def again(held, sources, start, d_B, D: tl.constexpr, j: tl.constexpr):
 
 @triton.jit
 def through_norm(
-    g_B, h_B, r, norm_gain_B, D: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, DTYPE: tl.constexpr
+    g_B, h_B, r, norm_gain_B, eps, D: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """Gradient of h, and what this row adds to the gradient of the norm's gain."""
-    normed_B = h_B.to(DTYPE).to(tl.float32) * r
-    dgain_B = g_B * normed_B.to(DTYPE).to(tl.float32)
+    """Gradient g of h, and what this row adds to the gradient of the norm's gain.
+
+    g stands upright on h as it was summed, not as it was rounded for the norm: sum_i a_i <g, V_i> = <g, h> is taken off
+    every <g, V_j>, and where a V_j is a hundred times smaller than h a rounding of h would be all that is left there.
+    """
+    dgain_B = g_B * (h_B.to(DTYPE).to(tl.float32) * r).to(DTYPE).to(tl.float32)
     g_B = g_B * norm_gain_B
-    along = tl.sum(within(g_B * normed_B, LANES, VEC), 0) / D
-    return r * (g_B - along * normed_B), dgain_B
+    along, square = tl.reduce((within(g_B * h_B, LANES, VEC), within(h_B * h_B, LANES, VEC)), 0, add2)
+    return r * (g_B - h_B * (along / (square + D * eps))), dgain_B
 
 
 @triton.jit
 def mix_backward(
-    sources, grads, d_out, d_running, query, gain, norm_gain, stats, partial, N,
+    sources, grads, d_out, d_running, query, gain, norm_gain, stats, partial, N, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
     NORM: tl.constexpr, RUNNING: tl.constexpr,
 ):  # fmt: skip
     """Grid (P), each program a share of the rows. partial [P, 1 + NORM, D]: dw, the gradient of the norm's gain."""
     R: tl.constexpr = len(sources)
+    P: tl.constexpr = triton.next_power_of_2(R)
     DTYPE: tl.constexpr = d_out.dtype.element_ty
-    d_B = tl.arange(0, BLOCK)
+    d_B, j_P = tl.arange(0, BLOCK), tl.arange(0, P)
     dw_B = tl.zeros([BLOCK], tl.float32)
     if NORM:
         dgain_B = tl.zeros([BLOCK], tl.float32)
@@ -219,28 +222,30 @@ def mix_backward(
         of_row = stats + row * (2 * R + NORM)
         g_B = tl.load(d_out + start + d_B, mask=d_B < D, other=0.0).to(tl.float32)
         held = load_group(sources, d_out, d_out, start, d_B, D, 0, HELD, False)
-        t, r, a = softmax_of(of_row, R)
+        t_P, r_P, a_P = softmax_of(of_row, j_P, R)
         if NORM:
             h_B = tl.zeros([BLOCK], tl.float32)
             for j in tl.static_range(R):
-                h_B += a[j] * again(held, sources, start, d_B, D, j)
+                h_B += pick(a_P, j_P, j) * again(held, sources, start, d_B, D, j)
             n_B = tl.load(norm_gain + d_B, mask=d_B < D, other=0.0).to(DTYPE).to(tl.float32)
-            g_B, added_B = through_norm(g_B, h_B, tl.load(of_row + 2 * R), n_B, D, LANES, VEC, DTYPE)
+            r = tl.load(of_row + 2 * R)
+            g_B, added_B = through_norm(g_B, h_B, r, n_B, eps, D, LANES, VEC, DTYPE)
             dgain_B += added_B
         sums = ()
         for j in tl.static_range(R):
             sums = sums + (within(g_B * again(held, sources, start, d_B, D, j), LANES, VEC),)
         da = totals(sums)
-        mean = da[0] * a[0]
-        for j in tl.static_range(1, R):
-            mean += da[j] * a[j]
+        da_P = tl.zeros([P], tl.float32)
+        for j in tl.static_range(R):
+            da_P = tl.where(j_P == j, da[j], da_P)
+        along_w_P = a_P * (da_P - tl.sum(a_P * da_P, 0)) * r_P
+        along_v_P = -along_w_P * t_P * r_P * r_P / D
         w_B = weights_of_score(query, gain, d_B, D)
         for j in tl.static_range(R):
             v_B = again(held, sources, start, d_B, D, j)
-            along_w = a[j] * (da[j] - mean) * r[j]
-            along_v = -along_w * t[j] * r[j] * r[j] / D
+            along_w = pick(along_w_P, j_P, j)
             dw_B += along_w * v_B
-            dv_B = a[j] * g_B + along_w * w_B + along_v * v_B
+            dv_B = pick(a_P, j_P, j) * g_B + along_w * w_B + pick(along_v_P, j_P, j) * v_B
             if RUNNING and j == R - 1:
                 dv_B += tl.load(d_running + start + d_B, mask=d_B < D, other=0.0).to(tl.float32)
             tl.store(grads[j] + start + d_B, dv_B.to(DTYPE), mask=d_B < D)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rille.ops.ahead import Specimen
-from rille.ops.attn_res import mix, mix_kernels
+from rille.ops.attn_res import mix, mix_kernels, wide_kernels
 
 POINTERS = {"*bf16": "update query gain norm_gain out running d_out d_running", "*fp32": "stats partial", "i32": "N"}
 TYPES = {name: kind for kind, names in POINTERS.items() for name in names.split()} | {"eps": "fp32"}
@@ -25,22 +25,20 @@ FLAGS = {"update": "UPDATE", "norm_gain": "NORM", "d_running": "RUNNING"}
 
 def forward(R: int, D: int, fused: bool = False) -> Specimen:
     p, name = mix.plan(R, D, 2), f"forward_r{R}_d{D}{'_site' if fused else ''}"
-    sizes: dict[str, Any] = dict(D=D, BLOCK=p.BLOCK, STEP=p.STEP, GROUP=p.GROUP, LANES=32 * p.forward_warps, VEC=p.VEC)
+    sizes: dict[str, Any] = dict(D=D, BLOCK=p.BLOCK, LANES=32 * p.forward_warps, VEC=p.VEC)
+    sizes |= dict(STAGES=p.STAGES) if p.wide_forward else dict(STEP=p.STEP, GROUP=p.GROUP)
+    kernel = wide_kernels.wide_forward if p.wide_forward else mix_kernels.mix_forward
     flags = dict(UPDATE=fused, NORM=fused, STATS=True)
-    return specimen(name, mix_kernels.mix_forward, R, D, p.forward_warps, sizes | flags)
+    return specimen(name, kernel, R, D, p.forward_warps, sizes | flags)
 
 
-def backward(R: int, D: int, fused: bool = False, **limits: Any) -> Specimen:
+def backward(R: int, D: int, fused: bool = False) -> Specimen:
     p, name = mix.plan(R, D, 2), f"backward_r{R}_d{D}{'_site' if fused else ''}"
-    sizes: dict[str, Any] = dict(D=D, BLOCK=p.BLOCK, HELD=p.HELD, LANES=32 * p.backward_warps, VEC=p.VEC)
-    flags = dict(NORM=fused, RUNNING=fused)
-    return specimen(name, mix_kernels.mix_backward, R, D, p.backward_warps, sizes | flags, **limits)
+    sizes: dict[str, Any] = dict(D=D, BLOCK=p.BLOCK, LANES=32 * p.backward_warps, VEC=p.VEC)
+    sizes |= {} if p.wide_backward else dict(HELD=p.HELD)
+    kernel = wide_kernels.wide_backward if p.wide_backward else mix_kernels.mix_backward
+    return specimen(name, kernel, R, D, p.backward_warps, sizes | dict(NORM=fused, RUNNING=fused))
 
 
-WIDE = dict(max_spill_bytes=2048, reason="three fp32 rows beside the gradient: both sums of weight gradients and h")
-SHAPES = [(9, 7168), (4, 2048), (5, 512)]
-SPECIMENS = [
-    *(forward(R, D, fused) for R, D in SHAPES for fused in (False, True)),
-    *(backward(R, D) for R, D in SHAPES),
-    *(backward(R, D, True, **(WIDE if D > 4096 else {})) for R, D in SHAPES),
-]
+SHAPES = [(9, 7168), (5, 7168), (9, 4096), (4, 2048), (5, 512)]
+SPECIMENS = [make(R, D, fused) for R, D in SHAPES for fused in (False, True) for make in (forward, backward)]
