@@ -38,6 +38,8 @@ def experts(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """out [N, L] in fp32, and the parts of `Places`. ids and weights [N, A] dense, weights fp32."""
     (N, A), glu = ids.shape, Glu(cap_gate, cap_up, capped)
+    if w13.data_ptr() % 16 or w2.data_ptr() % 16:
+        raise ValueError("expert_glu: the experts' weights begin at an address that 16 does not divide")
     places = permute.permute(ids, len(w13))
     rows = permute.gather(x, places, A, x.dtype)
     y = FORMS[form][0](rows, w13, w2, places, glu)

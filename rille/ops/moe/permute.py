@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
+from rille.ops.kda.launching import launch
 from rille.ops.moe import permute_kernels
 
 INTERPRET = bool(knobs.runtime.interpret)  # asked once: torch.compile cannot trace the question
@@ -46,16 +47,15 @@ def permute(ids: Tensor, E: int) -> Places:
     if not pairs:
         ends.zero_()
         return places
-    k: Any = permute_kernels
-    wide = min(16, block)
-    k.count_pairs[(blocks,)](ids, counts, pairs, E=E, BLOCK=block, SPAN=SPAN, num_warps=8)
-    k.sum_blocks[(-(-E // wide),)](counts, total, blocks, E=E, SPAN=SPAN, WIDE=wide, num_warps=4)
-    k.table_of_tiles[(-(-tiles // 16),)](
-        total, ends, expert_of_tile, tiles, E=E, BLOCK=block, SPAN=16, TILE=TILE, num_warps=4
-    )
-    k.place_pairs[(blocks,)](
-        ids, counts, total, ends, row_of_pair, pair_of_row, pairs, E=E, SPAN=SPAN, TILE=TILE, num_warps=4
-    )
+    k, wide = permute_kernels, min(16, block)
+    launch(k.count_pairs, blocks, (ids, counts, pairs), E=E, BLOCK=block, SPAN=SPAN, num_warps=8)
+    launch(k.sum_blocks, -(-E // wide), (counts, total, blocks), E=E, SPAN=SPAN, WIDE=wide, num_warps=4)
+    launch(
+        k.table_of_tiles, -(-tiles // 16), (total, ends, expert_of_tile, tiles), E=E, BLOCK=block, SPAN=16, TILE=TILE,
+        num_warps=4,
+    )  # fmt: skip
+    rows = (ids, counts, total, ends, row_of_pair, pair_of_row, pairs)
+    launch(k.place_pairs, blocks, rows, E=E, SPAN=SPAN, TILE=TILE, num_warps=4)
     return places
 
 
@@ -66,10 +66,10 @@ def gather(x: Tensor, places: Places, A: int, dtype: torch.dtype) -> Tensor:
     columns = min(1024, power_of_two(D))
     height = max(1, min(TILE, BLOCK // columns))
     if len(rows):
-        launch: Any = permute_kernels.gather_rows[(len(rows) // height, -(-D // columns))]
         launch(
-            x, places.pair_of_row, places.expert_of_tile, rows, x.stride(0), D=D, A=A, TILE=TILE, ROWS=height,
-            COLUMNS=columns, num_warps=4,
+            permute_kernels.gather_rows, len(rows) // height * -(-D // columns),
+            (x, places.pair_of_row, places.expert_of_tile, rows, x.stride(0)),
+            D=D, A=A, TILE=TILE, ROWS=height, COLUMNS=columns, num_warps=4,
         )  # fmt: skip
     return rows
 
@@ -81,9 +81,9 @@ def combine(rows: Tensor, places: Places, weights: Tensor | None, N: int, A: int
     columns = min(512, power_of_two(D))
     height = max(1, BLOCK // 2 // columns)
     if N:
-        launch: Any = permute_kernels.combine_rows[(-(-N // height), -(-D // columns))]
         launch(
-            rows, places.row_of_pair, weights, out, N, D=D, A=A, ROWS=height, COLUMNS=columns,
-            WEIGH=weights is not None, num_warps=4,
+            permute_kernels.combine_rows, -(-N // height) * -(-D // columns),
+            (rows, places.row_of_pair, weights, out, N),
+            D=D, A=A, ROWS=height, COLUMNS=columns, WEIGH=weights is not None, num_warps=4,
         )  # fmt: skip
     return out

@@ -81,11 +81,12 @@ def gather_rows(
     x, pair_of_row, expert_of_tile, rows, x_row, D: tl.constexpr, A: tl.constexpr, TILE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row blocks, D / COLUMNS). rows [bound, D] in its own dtype; zeros where a row has no pair."""
-    first = tl.program_id(0) * ROWS
+    """Grid (row blocks * D / COLUMNS). rows [bound, D] in its own dtype; zeros where a row has no pair."""
+    across: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
+    first = tl.program_id(0) // across * ROWS
     if tl.load(expert_of_tile + first // TILE) >= 0:
         r_R = first.to(tl.int64) + tl.arange(0, ROWS)
-        c_C = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        c_C = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
         pair_R = tl.load(pair_of_row + r_R)
         token_R = (pair_R // A).to(tl.int64)
         there_RC = (pair_R >= 0)[:, None] & (c_C < D)[None, :]
@@ -98,9 +99,10 @@ def combine_rows(
     rows, row_of_pair, weights, out, N, D: tl.constexpr, A: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     WEIGH: tl.constexpr,
 ):  # fmt: skip
-    """Grid (N / ROWS, D / COLUMNS). out [N, D] = sum over a of (weights[n, a]) rows[row_of_pair[n, a]], in fp32."""
-    n_R = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    c_C = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    """Grid (N / ROWS * D / COLUMNS). out [N, D] = sum over a of (weights[n, a]) rows[row_of_pair[n, a]], in fp32."""
+    across: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
+    n_R = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    c_C = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
     inside_RC = (n_R < N)[:, None] & (c_C < D)[None, :]
     sum_RC = tl.zeros([ROWS, COLUMNS], tl.float32)
     for a in tl.static_range(A):

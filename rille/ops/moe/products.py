@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from rille.ops.kda.launching import described, launch, rows_of
 from rille.ops.moe import product_kernels
 from rille.ops.moe.permute import INTERPRET, TILE, Places
 from rille.ops.situ import launch as situ
@@ -90,22 +90,20 @@ def divisor(length: int) -> int:
     return next(step for step in (64, 32, 16) if length % step == 0)
 
 
-def blocks(x: Tensor, height: int, width: int) -> TensorDescriptor:
-    """x [..., columns] as one table, in blocks; rows may lie apart."""
-    flat = x if x.ndim == 2 else x.view(-1, x.shape[-1])
-    return TensorDescriptor(flat, list(flat.shape), list(flat.stride()), [height, width])
-
-
 def glu_product(rows: Tensor, w13: Tensor, places: Places, glu: Glu, t: Tiles) -> Tensor:
     """act [rows, F]."""
     _, double, L = w13.shape
     F, tiles = double // 2, len(places.expert_of_tile)
     act = rows.new_empty(len(rows), F)
     if tiles:
-        launch: Any = product_kernels.glu_product[(tiles * -(-F // t.columns),)]
+        tables = (
+            rows_of(rows, TILE, t.step),
+            rows_of(w13, t.columns, t.step),
+            rows_of(act, TILE, t.columns // t.parts),
+        )
         launch(
-            blocks(rows, TILE, t.step), blocks(w13, t.columns, t.step), blocks(act, TILE, t.columns // t.parts),
-            places.expert_of_tile, tiles, F=F, L=L, BM=TILE, BF=t.columns, BK=t.step, GROUP=t.group, PARTS=t.parts,
+            product_kernels.glu_product, tiles * -(-F // t.columns), (*tables, places.expert_of_tile, tiles),
+            F=F, L=L, BM=TILE, BF=t.columns, BK=t.step, GROUP=t.group, PARTS=t.parts,
             **glu.constants(), **t.options(),
         )  # fmt: skip
     return act
@@ -118,9 +116,9 @@ def row_product(rows: Tensor, w: Tensor, places: Places, out_first: bool, t: Til
     y = rows.new_empty(len(rows), O)
     if tiles:
         w_block = (t.columns, t.step) if out_first else (t.step, t.columns)
-        launch: Any = product_kernels.row_product[(tiles * -(-O // t.columns),)]
+        tables = (rows_of(rows, TILE, t.step), rows_of(w, *w_block), rows_of(y, TILE, t.columns))
         launch(
-            blocks(rows, TILE, t.step), blocks(w, *w_block), blocks(y, TILE, t.columns), places.expert_of_tile, tiles,
+            product_kernels.row_product, tiles * -(-O // t.columns), (*tables, places.expert_of_tile, tiles),
             O=O, I=I, BM=TILE, BO=t.columns, BK=t.step, GROUP=t.group, OUT_FIRST=out_first,
             **t.options(),
         )  # fmt: skip
@@ -136,11 +134,13 @@ def glu_backward_product(
     d_h, act = rows.new_empty(len(rows), double), rows.new_empty(len(rows), F)
     partial = torch.empty(len(rows), -(-F // t.columns), dtype=torch.float32, device=rows.device)
     if tiles:
-        out = [blocks(x, TILE, t.columns // t.parts) for x in (d_h[:, :F], d_h[:, F:], act)]
-        launch: Any = product_kernels.glu_backward_product[(tiles * partial.shape[1],)]
+        read = rows_of(rows, TILE, t.step), rows_of(dy, TILE, t.step)
+        read += rows_of(w13, t.columns, t.step), rows_of(w2, t.step, t.columns)
+        halves = [described(False, x, len(rows), F, double, TILE, t.columns // t.parts) for x in (d_h, d_h[:, F:])]
+        written = (*halves, rows_of(act, TILE, t.columns // t.parts), partial)
         launch(
-            blocks(rows, TILE, t.step), blocks(dy, TILE, t.step), blocks(w13, t.columns, t.step),
-            blocks(w2, t.step, t.columns), *out, partial, weights, places.pair_of_row, places.expert_of_tile, tiles,
+            product_kernels.glu_backward_product, tiles * partial.shape[1],
+            (*read, *written, weights, places.pair_of_row, places.expert_of_tile, tiles),
             F=F, L=L, BM=TILE, BF=t.columns, BK=t.step, GROUP=t.group, PARTS=t.parts, **glu.constants(),
             **t.options(),
         )  # fmt: skip
@@ -154,9 +154,9 @@ def weight_product(p: Tensor, q: Tensor, E: int, places: Places, t: Tiles) -> Te
     if not len(p):
         return out.zero_()
     tiles = -(-O // t.rows) * -(-I // t.columns)
-    launch: Any = product_kernels.weight_product[(E * tiles,)]
+    tables = (rows_of(p, t.step, t.rows), rows_of(q, t.step, t.columns))
     launch(
-        blocks(p, t.step, t.rows), blocks(q, t.step, t.columns), out, places.ends, O=O, I=I, BO=t.rows, BI=t.columns,
+        product_kernels.weight_product, E * tiles, (*tables, out, places.ends), O=O, I=I, BO=t.rows, BI=t.columns,
         BK=t.step, **t.options(),
     )  # fmt: skip
     return out
@@ -167,9 +167,9 @@ def glu_backward_rows(h: Tensor, d: Tensor, weights: Tensor, places: Places, glu
     F, height = d.shape[1], 4
     along = torch.empty(len(d), dtype=torch.float32, device=d.device)
     if len(d):
-        launch: Any = product_kernels.glu_backward_rows[(len(d) // height,)]
         launch(
-            h, d, along, weights, places.pair_of_row, places.expert_of_tile, F=F, TILE=TILE, ROWS=height, BLOCK=512,
+            product_kernels.glu_backward_rows, len(d) // height,
+            (h, d, along, weights, places.pair_of_row, places.expert_of_tile), F=F, TILE=TILE, ROWS=height, BLOCK=512,
             **glu.constants(), num_warps=4,
         )  # fmt: skip
     return along

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rille.ops.kda.launching import launch
 from rille.ops.moe import router_kernels
 from rille.ops.moe.permute import INTERPRET, power_of_two
 
@@ -28,11 +30,11 @@ def router(
     block = power_of_two(E)
     height = max(1, 512 // block)
     if N:
-        launch: Any = router_kernels.router_forward[(min(-(-N // height), router_programs(device)),)]
         launch(
-            logits, bias, ids, weights, chosen, cutoff, load, histogram, N, logits.stride(0), scale, E=E, A=top,
-            BINS=bins, BLOCK=block, CHOICES=power_of_two(top), ROWS=height, RENORMALISE=renormalise, SCORED=scored,
-            num_warps=1,
+            router_kernels.router_forward, min(-(-N // height), router_programs(device)),
+            (logits, bias, ids, weights, chosen, cutoff, load, histogram, N, logits.stride(0), scale),
+            E=E, A=top, BINS=bins, BLOCK=block, CHOICES=power_of_two(top), ROWS=height, RENORMALISE=renormalise,
+            SCORED=scored, num_warps=1,
         )  # fmt: skip
     return ids, weights, chosen, cutoff, load, histogram.long()
 
@@ -51,10 +53,9 @@ def router_backward(d_weights: Tensor, ids: Tensor, chosen: Tensor, E: int, scal
     N, A = ids.shape
     d_logits = torch.zeros(N, E, dtype=torch.float32, device=ids.device)
     if N:
-        launch: Any = router_kernels.router_backward[(-(-N // 32),)]
         launch(
-            d_weights, ids, chosen, d_logits, N, scale, E=E, A=A, CHOICES=power_of_two(A), ROWS=32,
-            RENORMALISE=renormalise, num_warps=4,
+            router_kernels.router_backward, -(-N // 32), (d_weights, ids, chosen, d_logits, N, scale),
+            E=E, A=A, CHOICES=power_of_two(A), ROWS=32, RENORMALISE=renormalise, num_warps=4,
         )  # fmt: skip
     return d_logits
 
@@ -85,6 +86,7 @@ def router_gradient(ctx, _, d_weights, *rest):
 router.register_autograd(router_gradient, setup_context=save_router)
 
 
+@cache
 def router_programs(device: torch.device) -> int:
     if device.type != "cuda" or INTERPRET:
         return 3
