@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from rille.serve.chat import ChatEvent, Finished, OutOfRounds, ToolResult
+from rille.serve.dialogue import ChatEvent, Finished, OutOfRounds, ToolResult
 from rille.text.reply import CallArguments, CallBegin, CallEnd, Content, Reasoning
 
 MAX_SHOWN = 600  # characters of a tool's result on the screen

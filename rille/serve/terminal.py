@@ -3,7 +3,7 @@
     terminal    everything on the screen: thinking dimmed, tool calls with ->, results with <-
     pipe        each line is a message; answers on standard output, the rest on standard error; the first error ends it
 
-What is said, remembered and carried out is in `rille.serve.chat`.
+What is said, remembered and carried out is in `rille.serve.dialogue`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import torch
 
 from rille.model.checkpoint import load_model
 from rille.model.locate import find_checkpoint
-from rille.serve.chat import ChatEvent, Conversation, Finished, check_chat_format
+from rille.serve.chat import Conversation, check_chat_format
 from rille.serve.config import ChatConfig
+from rille.serve.dialogue import ChatEvent, Finished
 from rille.serve.generate import check_device
 from rille.serve.screen import Screen
 from rille.serve.tools import load_tools

@@ -9,8 +9,9 @@ from PIL import Image
 
 import rille
 from rille.model.vision_config import VisionConfig
-from rille.serve.chat import Conversation, Finished, OutOfRounds, ToolResult
+from rille.serve.chat import Conversation
 from rille.serve.config import ChatConfig
+from rille.serve.dialogue import Finished, OutOfRounds, ToolResult
 from rille.serve.session import Session
 from rille.serve.tools import Toolbox, declare
 from rille.text.parser import parse
