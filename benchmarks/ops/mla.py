@@ -84,12 +84,13 @@ def gate_rings(report: Report) -> None:
             inputs = [q, key, value, gate] if gated else [q, key, value]
             results = []
             for rings in (False, True):
-                launch.RINGS = rings
+                launch.RINGS = launch.KEY_RINGS = rings
                 out = form(*inputs, packing, k**-0.5, backend="triton")
-                results.append((out[:kept], torch.autograd.grad(out[:kept].float().square().sum(), q)[0][:kept]))
-            (o, dq), (o_rings, dq_rings) = results
-            name = f"rings {lengths} {k}/{v}{' gated' if gated else ''}"
-            report.gate(name, 6e-3, o=distance(o_rings, o), dq=distance(dq_rings, dq))
+                grads = torch.autograd.grad(out[:kept].float().square().sum(), inputs)
+                results.append([x[:kept] for x in (out, *grads)])
+            names = ("o", "dq", "dk", "dv", "dgate")
+            errors = {n: distance(b, a) for n, a, b in zip(names, *results, strict=False)}
+            report.gate(f"rings {lengths} {k}/{v}{' gated' if gated else ''}", 1e-2, **errors)
 
 
 def time_rings(report: Report, only: str) -> None:
@@ -105,9 +106,24 @@ def time_rings(report: Report, only: str) -> None:
                     forward_row(report, name, f"{form} {kind}", lengths, H, call)
                 call = lambda: gated_attention(q, k, v, gate, packing, K**-0.5, backend="triton")  # noqa: E731, B023
                 forward_row(report, name, f"{form} gated", lengths, H, call)
+            time_keys(report, name, lengths, H, q.detach(), k.detach(), v.detach(), packing)
             for peer, call in peers(lengths):
                 if "cudnn" in peer and "boundaries" not in peer:
                     forward_row(report, name, peer, lengths, H, lambda call=call: call(q, k, v, packing))  # noqa: B023
+
+
+def time_keys(
+    report: Report, case: str, lengths: tuple[int, ...], H: int, q: Tensor, k: Tensor, v: Tensor, packing: Packing
+) -> None:
+    do, lse, delta = torch.randn_like(v), *torch.rand(2, H, len(q), device="cuda") + 8
+    dk, dv, tiles = torch.empty_like(k), torch.empty_like(v), key_tiles(packing, 128)
+    together = launch.heads_together(H, packing.longest, 2 * (K + V) * 2)
+    for rings in (False, True):
+        launch.KEY_RINGS = rings
+        call = lambda: launch._of_keys(q, k, v, do, lse, delta, dk, dv, tiles, together, K**-0.5)  # noqa: E731
+        ms = attempted(lambda call=call: replayed(call))
+        speed = 2 * flops(lengths, H) / ms * 1e-9 if isinstance(ms, float) else "-"
+        report.add(case=case, kernel=f"keys {'Gluon' if rings else 'Triton'}", ms=ms, TFLOPs=speed)
 
 
 def forward_row(

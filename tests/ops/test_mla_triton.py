@@ -226,12 +226,17 @@ def test_gluon_agrees_with_its_twin(K: int, V: int, monkeypatch: pytest.MonkeyPa
     results = []
     for rings in (False, True):
         monkeypatch.setattr(launch, "RINGS", rings)
-        *qkv, gate = draw_all(1000, K, V)
-        for x in (*qkv, gate):
+        monkeypatch.setattr(launch, "KEY_RINGS", rings)
+        inputs = draw_all(1000, K, V)
+        for x in inputs:
             x[700:] = torch.nan
-        results.append(gated_attention(*qkv, gate, pack(300, 1, 0, 399, 300), K**-0.5, backend="triton")[:700])
-    assert torch.isfinite(results[1]).all()
-    torch.testing.assert_close(results[1], results[0], rtol=0, atol=3e-2)
+            x.requires_grad_()
+        out = gated_attention(*inputs, pack(300, 1, 0, 399, 300), K**-0.5, backend="triton")
+        grads = torch.autograd.grad(out[:700].float().square().sum(), inputs)
+        results.append([x[:700] for x in (out, *grads)])
+    for got, want in zip(results[1], results[0], strict=True):
+        assert torch.isfinite(got).all()
+        torch.testing.assert_close(got, want, rtol=0, atol=2e-2 * want.abs().max().item())
 
 
 def test_gated_forms_agree() -> None:

@@ -19,6 +19,7 @@ from rille.packing import Packing
 LOG2E = 1.4426950408889634
 WIDEST_KEY, WIDEST_VALUE = 192, 128
 RINGS = False  # the forward kernel in Gluon, where it fits
+KEY_RINGS = False  # the backward kernel that holds keys
 PREPARED = 32  # rows of a program of `prepare_kernel`
 
 
@@ -205,12 +206,29 @@ def _of_keys(
     together: int, scale: float,
 ) -> None:  # fmt: skip
     (N, H, K), V, b = q.shape, v.shape[2], KEYS
+    if KEY_RINGS and not whole_widths(K, V):
+        _of_keys_by_rings(q, k, v, do, (lse, delta, dk, dv, tiles, N, H, together), scale)
+        return
     q_a, q_b, k_a, k_b = operands(q, k, b, False)
     launch: Any = backward_kernels.key_kernel[(tiles.shape[0] * H,)]
     launch(
         k_a, k_b, described(v, 0, b.own, cover(V)), q_a, q_b, described(do, 0, b.other, cover(V)), lse, delta, dk, dv,
         tiles, N, H, together, scale, scale * LOG2E, K=K, V=V, **options(q, v, b, b.other, b.own),
     )  # fmt: skip
+
+
+def _of_keys_by_rings(q: Tensor, k: Tensor, v: Tensor, do: Tensor, results: tuple[Any, ...], scale: float) -> None:
+    from rille.ops.mla import backward_gluon
+
+    (KA, KB), V = parts(q.shape[2]), v.shape[2]
+    halves = [rows_described(x, at, 64, width) if width else None for x in (k, q) for at, width in ((0, KA), (KA, KB))]
+    k_a, k_b, q_a, q_b = halves
+    descriptors = (k_a, k_b, rows_described(v, 0, 64, V), q_a, q_b, rows_described(do, 0, 64, V))
+    heads = tuple(x.stride(1) for x in (k, v, q, do))
+    kernel: Any = backward_gluon.key_rings_kernel
+    kernel[(results[4].shape[0] * results[6],)](
+        *descriptors, *results, *heads, scale, scale * LOG2E, V=V, KA=KA, KB=KB, STAGES=3, num_warps=4
+    )
 
 
 @backward_op.register_fake

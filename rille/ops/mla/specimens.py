@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from rille.ops.ahead import Specimen
-from rille.ops.mla import backward_kernels, decode_gluon, decode_kernels, decode_launch, forward_gluon, forward_kernels
+from rille.ops.mla import (
+    backward_gluon,
+    backward_kernels,
+    decode_gluon,
+    decode_kernels,
+    decode_launch,
+    forward_gluon,
+    forward_kernels,
+)
 from rille.ops.mla.tiles import FORWARD, KEYS, QUERIES, Blocks, cover, parts
 
 POINTERS = {
@@ -14,7 +22,7 @@ POINTERS = {
     "*i64": "table_ptr",
     "*i32": "tiles_ptr starts_ptr history_ptr members_ptr",
     "i64": "page_stride",
-    "i32": "N H together gate_row gate_head q_head k_head v_head do_row do_head scale_page scale_row max_pages "
+    "i32": "N H together gate_row gate_head q_head k_head v_head do_head do_row scale_page scale_row max_pages "
     "page_step tiles splits most_rows",
     "fp32": "scale scale2",
 }
@@ -73,6 +81,17 @@ def rings(K: int, V: int, gated: bool = False) -> Specimen:
     return specimen(name, forward_gluon.forward_rings_kernel, constants, blocks, num_warps=4, want_wgmma=True)
 
 
+def key_rings(K: int, V: int) -> Specimen:
+    KA, KB = parts(K)
+    blocks = dict(k_a_desc=rows(64, KA), v_desc=rows(64, V), q_a_desc=rows(64, KA), do_desc=rows(64, V))
+    blocks |= dict(k_b_desc=rows(64, KB), q_b_desc=rows(64, KB)) if KB else {}
+    constants: dict[str, Any] = dict(V=V, KA=KA, KB=KB, STAGES=3, num_warps=4)
+    return specimen(
+        f"key_rings_k{K}_v{V}", backward_gluon.key_rings_kernel, constants, blocks, num_warps=4, want_wgmma=True,
+        max_spill_bytes=256, reason="dk and dv are 160 of a thread's registers; to be weighed against blocks of 32",
+    )  # fmt: skip
+
+
 def prepare(gated: bool) -> Specimen:
     constants: dict[str, Any] = dict(V=128, VB=128, ROWS=32)
     constants |= {} if gated else dict(gate_ptr=None, dgate_ptr=None)
@@ -122,6 +141,7 @@ def specimens() -> list[Specimen]:
         *(packed("key", K, V, KEYS, max_spill_bytes=192, reason=TAIL_SPILLS) for K, V in ((192, 128), (96, 64))),
         *(rings(K, V) for K, V in ((192, 128), (128, 128), (96, 64))),
         rings(192, 128, gated=True),
+        *(key_rings(K, V) for K, V in ((192, 128), (96, 64))),
         *map(prepare, (False, True)),
         *(latents(H, tokens) for H, tokens in ((8, 1), (16, 1), (24, 1), (96, 1), (24, 4))),
         latents(16, 1, V=256, R=320),
