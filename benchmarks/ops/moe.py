@@ -246,7 +246,7 @@ def parts(table: Table, s: Shape, forms: list[str]) -> None:
 VARIANTS: dict[str, dict[str, list[Tiles]]] = {
     "nano": {
         "glu": [Tiles(64, 64, 8, 2, parts=2), Tiles(64, 32, 8, 3, parts=2), Tiles(128, 64, 8, 3, parts=4)],
-        "backward": [Tiles(64, 64, 8, 3, parts=2), Tiles(64, 64, 8, 2, parts=4, registers=128), Tiles(32, 64, 8, 3)],
+        "backward": [Tiles(64, 64, 8, 2, registers=128), Tiles(64, 64, 8, 3, parts=2), Tiles(32, 64, 8, 2)],
         "down": [Tiles(256, 64, 8, 3)],
         "dx": [Tiles(128, 64, 8, 3)],
         "dw13": [Tiles(128, 64, 8, 3)],

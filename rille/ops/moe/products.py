@@ -78,7 +78,7 @@ def plan(L: int, F: int) -> Plan:
     return Plan(
         glu=Tiles(64, 64, 8, 3, parts=2),
         down=Tiles(128, 64, 8, 3),
-        backward=Tiles(64, step_L, 8, 2, registers=128),
+        backward=Tiles(64, step_L, 8, 2, parts=4, registers=128),
         dx=Tiles(256, step_F, 8, 3),
         dw13=Tiles(256, 64, 8, 3),
         dw2=Tiles(128, 64, 8, 3),
