@@ -29,6 +29,7 @@ class Reply:
         self.sequence, self.seed, self.matcher = sequence, seed, matcher
         params = sequence.request.params
         self.stop_ids = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else stop_ids)
+        self._tokenizer = tokenizer
         self._stream = TextStream(tokenizer) if tokenizer is not None else None
         self._strings = StopStrings(params.stop)
         self.is_done = self.failed = False
@@ -92,7 +93,7 @@ class Reply:
         is_stop = drawn.token in self.stop_ids or (self.matcher is not None and self.matcher.is_over)
         text, matched = "", None
         if self._stream is not None and not is_stop:
-            text = self._stream.feed(drawn.token)
+            text = self._text(drawn.token)
             if sequence.num_written >= params.min_tokens:  # a stop string counts from here on
                 text, matched = self._strings.feed(text)
         logprob = drawn.logprob if params.logprobs or params.top_logprobs else None
@@ -104,6 +105,13 @@ class Reply:
         if sequence.num_written >= params.max_tokens:
             return [output, self.end("length")]
         return [output]
+
+    def _text(self, token: int) -> str:
+        """What became readable. A model may have more words than its tokenizer; those have no text."""
+        assert self._stream is not None and self._tokenizer is not None
+        if token >= self._tokenizer.vocab_size:
+            return self._stream.finish() + "\ufffd"
+        return self._stream.feed(token)
 
     def end(self, reason: FinishReason, matched: int | str | None = None, error: str | None = None) -> Finished:
         """Close the choice."""

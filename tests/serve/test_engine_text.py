@@ -1,0 +1,271 @@
+"""The engine with a tokenizer, in a thread, from an event loop: stop strings, grammars, pictures, aborts, deadlines."""
+
+import asyncio
+import json
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from rille.model.model import new_model
+from rille.model.presets import preset
+from rille.model.vision_config import VisionConfig
+from rille.serve.audit import audit_scheduler
+from rille.serve.engine import Engine
+from rille.serve.generate import generate
+from rille.serve.schema import Finished, QueueFull, Request, SamplingParams, TokenOutput, Unavailable
+from rille.text.grammar import continuations
+from rille.text.images import Images
+from rille.text.media import expand_media
+from rille.text.parser import parse
+from rille.text.tokenizer import train_tokenizer
+from tests.serve.test_engine import alone, prompt
+from tests.train.small import MODEL
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}},
+    "required": ["ok"],
+    "additionalProperties": False,
+}
+FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return new_model(MODEL.replace(init_std=0.2), seed=3)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["some text about nothing in particular, 1 2 3"] * 3, 320, note=lambda text: None)
+
+
+@pytest.fixture
+def served(model, tokenizer):
+    made = Engine(model, tokenizer=tokenizer, num_pages=120, hash_unit=64, poison=True)
+    yield made
+    made.close()
+    audit_scheduler(made.scheduler)
+    assert made.scheduler.cache.available == 120
+
+
+def text_of(tokenizer, tokens):
+    return tokenizer.decode(token for token in tokens if token < tokenizer.vocab_size)
+
+
+def only(tokenizer, *texts):
+    """A bias that leaves these texts' tokens, and makes them go round."""
+    return {token: 1000.0 for text in texts for token in tokenizer.encode(text)}
+
+
+def test_a_stop_string_ends_the_reply_and_is_not_in_its_text(served, tokenizer):
+    params = SamplingParams(
+        max_tokens=60, temperature=5.0, seed=1, logit_bias=only(tokenizer, "abc"), stop=("ca", "zz")
+    )
+    [[one]] = served.generate([[1, 2]], params)
+    assert (one.reason, one.matched) == ("stop", "ca")
+    whole = text_of(tokenizer, one.tokens)
+    assert whole.startswith(one.text) and "ca" in whole and "ca" not in one.text
+    free = SamplingParams(max_tokens=20, temperature=5.0, seed=1, logit_bias=only(tokenizer, "abc"), stop=("zz",))
+    [[two]] = served.generate([[1, 2]], free)
+    assert two.reason == "length" and two.text == text_of(tokenizer, two.tokens)
+    late = SamplingParams(
+        max_tokens=60,
+        temperature=5.0,
+        seed=1,
+        logit_bias=only(tokenizer, "abc"),
+        stop=("ca",),
+        min_tokens=len(one.tokens) + 5,
+    )
+    [[three]] = served.generate([[1, 2]], late)
+    assert len(three.tokens) >= len(one.tokens) + 5 and "ca" in three.text
+
+
+def test_the_models_own_stops(served, tokenizer):
+    eos = tokenizer.specials["<|end_of_msg|>"]
+    params = SamplingParams(max_tokens=8, temperature=0, logit_bias={eos: 1e6})
+    [[one]] = served.generate([[1]], params)
+    assert (one.tokens, one.reason, one.matched, one.text) == ((eos,), "stop", eos, "")
+    [[two]] = served.generate(
+        [[1]], SamplingParams(max_tokens=8, temperature=0, logit_bias={eos: 1e6}, ignore_eos=True)
+    )
+    assert two.tokens == (eos,) * 8 and two.reason == "length"
+    [[three]] = served.generate([[1]], SamplingParams(max_tokens=8, temperature=0, logit_bias={eos: 1e6}, min_tokens=3))
+    assert len(three.tokens) == 4 and eos not in three.tokens[:3]
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram"])
+def test_two_grammars_in_one_batch(model, tokenizer, drafter):
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"properties": {"n": {"enum": [1, 2]}}}}}
+    grammars = [
+        continuations("response", response_format=FORM),
+        continuations("response", [tool], tool_choice="required"),
+    ]
+    served = Engine(model, tokenizer=tokenizer, num_pages=120, hash_unit=64, drafter=drafter, adaptive_drafts=False)
+    close = {tokenizer.specials["<|close|>"]: 30.0, **dict.fromkeys(tokenizer.encode(" \n\t0123456789"), -30.0)}
+    params = [SamplingParams(max_tokens=400, seed=n, grammar=g, logit_bias=close) for n, g in enumerate(grammars)]
+    [[form], [called], [free]] = served.generate([[1, 2]] * 3, [*params, SamplingParams(max_tokens=30, seed=3)])
+    assert form.reason == called.reason == "stop" and free.reason in ("length", "stop")
+    assert set(json.loads(parse(form.tokens, tokenizer, start="response").content)) == {"ok"}
+    calls = parse(called.tokens, tokenizer, start="response").calls
+    assert calls and {call.name for call in calls} == {"look"}
+    with pytest.raises(ValueError, match="not 'no'"):
+        served.generate([[1]], SamplingParams(grammar=grammars[0], grammar_prefix="no"))
+
+
+def test_outputs_come_one_by_one_from_a_thread(served, model):
+    served.start()
+    ids = prompt(70)
+    request = Request(prompt=ids, params=SamplingParams(max_tokens=12, temperature=0, n=2, ignore_eos=True))
+    outputs = list(served.submit(request))
+    for index in range(2):
+        mine = [output for output in outputs if output.index == index]
+        assert tuple(o.token for o in mine[:-1]) == alone(model, ids, 12) and isinstance(mine[-1], Finished)
+    assert served.generate([ids], SamplingParams(max_tokens=5, temperature=0, ignore_eos=True))[0][0].tokens == alone(
+        model, ids, 5
+    )
+
+
+def test_many_readers_and_aborts(served, model):
+    """Threads that hand in, read a little and leave; nothing is lost and what is read to its end is right."""
+    served.start()
+    faults = []
+
+    def client(n):
+        ids = prompt(20 + n, seed=n % 4)
+        params = SamplingParams(max_tokens=15, temperature=0, ignore_eos=True)
+        handle = served.submit(Request(prompt=ids, params=params))
+        tokens = []
+        for output in handle:
+            if isinstance(output, TokenOutput):
+                tokens.append(output.token)
+                if n % 3 == 0 and len(tokens) == 4:
+                    served.abort(handle.id)
+            elif output.reason != ("abort" if n % 3 == 0 else "length"):
+                faults.append((n, output))
+        if tuple(tokens) != alone(model, ids, 15)[: len(tokens)]:
+            faults.append((n, tokens))
+
+    threads = [threading.Thread(target=client, args=(n,)) for n in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert faults == [] and served.stats().running == 0
+    assert sum(served.stats().finished.values()) == 16
+
+
+def test_an_event_loop_reads_several_at_once(served, model):
+    served.start()
+
+    async def read(n):
+        params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+        handle = served.submit(Request(prompt=prompt(30, seed=n), params=params))
+        return [output.token async for output in handle if isinstance(output, TokenOutput)]
+
+    async def all_of_them():
+        return await asyncio.gather(*(read(n) for n in range(4)))
+
+    for n, tokens in enumerate(asyncio.run(all_of_them())):
+        assert tuple(tokens) == alone(model, prompt(30, seed=n), 8)
+
+
+def test_close_answers_everybody(model):
+    served = Engine(model, num_pages=120, hash_unit=64)
+    served.start()
+    handle = served.submit(Request(prompt=prompt(20), params=SamplingParams(max_tokens=5000)))
+    outputs = iter(handle)
+    next(outputs)
+    served.close()
+    *_, last = outputs
+    assert isinstance(last, Finished) and last.reason == "abort"
+    with pytest.raises(Unavailable):
+        served.submit(Request(prompt=(1,)))
+
+
+def test_deadlines_and_full_queues(model):
+    served = Engine(model, num_pages=120, hash_unit=64, max_running=1, max_queued=1)
+    late = served.submit(Request(prompt=prompt(20), params=SamplingParams(max_tokens=5000), deadline_s=0.3))
+    served.step()
+    served.submit(Request(prompt=prompt(5), params=SamplingParams(max_tokens=2)))
+    with pytest.raises(QueueFull) as refused:
+        served.submit(Request(prompt=prompt(5)))
+    assert refused.value.retry_after_s >= 1
+    *_, last = late
+    assert last.reason == "abort" and "deadline" in last.error
+
+
+def test_an_id_is_used_once_at_a_time(model):
+    served = Engine(model, num_pages=120, hash_unit=64)
+    request = Request(prompt=prompt(5), params=SamplingParams(max_tokens=2), id="same")
+    handle = served.submit(request)
+    with pytest.raises(ValueError, match="'same' is in use"):
+        served.submit(request)
+    list(handle)
+    list(served.submit(request))
+
+
+def test_words_that_the_tokenizer_lacks_have_no_text(model):
+    few = train_tokenizer(["some text"], 300, note=lambda text: None)
+    served = Engine(model, tokenizer=few, num_pages=120, hash_unit=64)
+    bias = {310: 1000.0, few.encode("s")[0]: 999.9}
+    [[one]] = served.generate([[1]], SamplingParams(max_tokens=30, temperature=1.0, seed=1, logit_bias=bias))
+    assert set(one.text) == {"s", "\ufffd"} and one.text.count("\ufffd") == one.tokens.count(310)
+
+
+def test_weights_change_between_steps_of_the_thread(model):
+    served = Engine(new_model(MODEL.replace(init_std=0.2), seed=3), num_pages=120, hash_unit=64)
+    served.start()
+    other = new_model(MODEL.replace(init_std=0.2), seed=8)
+    served.update_weights(other.named_parameters(), 2)
+    [[one]] = served.generate([prompt(20)], SamplingParams(max_tokens=6, temperature=0))
+    served.close()
+    assert one.tokens == alone(other, prompt(20), 6) and one.versions == (2,) * 6
+
+
+# --- pictures ---
+
+MEDIA = 90
+SEEING = preset("tiny").replace(
+    vocab_size=97,
+    hidden_size=32,
+    num_layers=3,
+    mla_layers=(1,),
+    num_experts=4,
+    active_experts=2,
+    media_pad_id=MEDIA,
+    eos_id=None,
+    init_std=0.2,
+    vision=VisionConfig(
+        text_width=32, patch_size=4, width=12, num_layers=1, num_heads=3, qkv_width=12, mlp_width=20, table_height=5
+    ),
+)
+
+
+def pictures(seed, grids=((1, 4, 4), (1, 2, 6))):
+    noise = np.random.default_rng(seed)
+    patches = noise.standard_normal((sum(t * h * w for t, h, w in grids), 3, 4, 4)).astype(np.float32)
+    digests = tuple(f"{seed * 16 + n:064x}" for n in range(len(grids)))
+    return Images(patches, np.array(grids), sizes=((8, 8),) * len(grids), digests=digests)
+
+
+def test_pictures_are_seen_in_every_chunk_and_count_by_their_digest():
+    model = new_model(SEEING, seed=2)
+    one, two = pictures(1), pictures(2)
+    ids = [*range(40), MEDIA, *range(50), MEDIA, *range(60)]
+    want = [tuple(generate(model, torch.tensor(ids), 10, images=images).tolist()) for images in (one, two)]
+    assert want[0] != want[1]
+    expanded = expand_media(ids, one.grids, media_id=MEDIA)
+    served = Engine(model, num_pages=100, hash_unit=64, token_budget=64, max_running=8, poison=True)
+    cached = []
+    for turn in range(6):
+        params = SamplingParams(max_tokens=10, temperature=0)
+        handle = served.submit(Request(prompt=expanded, params=params, images=[(one, two)[turn % 2]]))
+        *tokens, last = handle
+        assert tuple(output.token for output in tokens) == want[turn % 2]
+        cached.append(last.usage.cached_tokens)
+    assert cached == [0, 0, 128, 128, 128, 128], cached
+    with pytest.raises(ValueError, match="7 rows of features, the prompt 2 media tokens"):
+        served.submit(Request(prompt=ids, images=[one]))

@@ -1,0 +1,135 @@
+"""Drafts: the distribution stays, the lengths follow what was measured, guesses come from what was written."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from rille.model.model import new_model
+from rille.serve.chain import Chain
+from rille.serve.drawing import by_rejection, count_true
+from rille.serve.sampler import Drawn, Row, probabilities
+from rille.serve.schema import Request, SamplingParams
+from rille.serve.sequences import Sequence
+from rille.serve.speculation import Draft, DraftLength, MtpDrafter, NgramDrafter, accept
+from tests.train.small import MODEL
+
+W = 6
+PARAMS = SamplingParams(temperature=1.3, top_p=0.9, max_tokens=500)
+
+
+def sequence(ids):
+    return Sequence(Request(prompt=tuple(ids)), "one", 0, 1, Chain(ids, 64), "short")
+
+
+def close(counts, probabilities_W, total):
+    """Chi-square, with a threshold that a right one misses once in some 10^5 runs."""
+    expected = {w: p * total for w, p in enumerate(probabilities_W) if p * total >= 5}
+    statistic = sum((counts[w] - e) ** 2 / e for w, e in expected.items())
+    freedom = max(len(expected) - 1, 1)
+    assert all(counts[w] == 0 for w, p in enumerate(probabilities_W) if p == 0)
+    assert statistic < freedom + 4.3 * math.sqrt(2 * freedom) + 12
+
+
+@pytest.mark.parametrize("sharpness", [0.1, 1.0, 5.0])
+def test_rejection_leaves_the_distribution_of_every_place(sharpness):
+    """Drafts of two tokens from distributions that are nothing like the model's: the first token is distributed as p_0,
+    the second, where it was reached, as p_1."""
+    make = torch.Generator().manual_seed(3)
+    logits_RW = torch.randn(3, W, generator=make) * 1.5
+    q_KW = torch.softmax(torch.randn(2, W, generator=make) * sharpness, -1)
+    total, first, second = 6000, Counter(), Counter()
+    for trial in range(total):
+        guesses = tuple(torch.multinomial(q_KW, 1, generator=make)[:, 0].tolist())
+        rows = [Row(PARAMS, trial, place=place) for place in range(3)]
+        tokens = [drawn.token for drawn in by_rejection(logits_RW, Draft(guesses, q_KW), rows)]
+        first[tokens[0]] += 1
+        if len(tokens) > 1:
+            second[tokens[1]] += 1
+    p_RW = probabilities(logits_RW, [Row(PARAMS, 0)] * 3)
+    close(first, p_RW[0].tolist(), total)
+    close(second, p_RW[1].tolist(), sum(second.values()))
+    assert sum(second.values()) > (500 if sharpness < 5 else 5)
+
+
+def test_a_draft_from_the_same_distribution_always_comes_true():
+    p_RW = torch.softmax(torch.randn(3, W, generator=torch.Generator().manual_seed(1)).double(), -1)
+    for trial in range(50):
+        guesses = (trial % W, trial // W % W)
+        tokens = accept(p_RW, Draft(guesses, p_RW[:2]), [Row(PARAMS, trial, place=n) for n in range(3)])
+        assert tuple(tokens[:2]) == guesses and len(tokens) == 3
+
+
+def test_greedy_by_rejection_is_greedy():
+    logits_RW = torch.randn(3, W, generator=torch.Generator().manual_seed(2))
+    greedy = logits_RW.argmax(-1).tolist()
+    q_KW = torch.full((2, W), 1 / W)
+    rows = [Row(SamplingParams(temperature=0), 1, place=n) for n in range(3)]
+    drawn = by_rejection(logits_RW, Draft((greedy[0], (greedy[1] + 1) % W), q_KW), rows)
+    assert [one.token for one in drawn] == greedy[:2]
+
+
+def test_k_drafts_need_k_and_one_rows():
+    drawn = [Drawn(4), Drawn(5), Drawn(6)]
+    assert [count_true(drawn, guesses) for guesses in ((4, 5), (4, 6), (5, 5), ())] == [2, 1, 0, 0]
+    assert count_true([Drawn(error="x"), Drawn(5), Drawn(1)], (-1, 5)) == 0
+
+
+def test_prompt_lookup():
+    drafter = NgramDrafter(longest=3, shortest=2)
+    one = sequence([1, 2, 3, 4, 5, 9, 2, 3])
+    assert drafter.propose(one, 3).tokens == (4, 5, 9)
+    one.chain.append(7)
+    assert drafter.propose(one, 3).tokens == ()
+    for token in (2, 3):
+        one.chain.append(token)
+    assert drafter.propose(one, 2).tokens == (7, 2)  # the newest sighting
+    loop = sequence([8, 6, 8, 6, 8, 6])
+    assert drafter.propose(loop, 5).tokens == (8, 6, 8, 6, 8)
+    drafter.forget(one)
+    assert drafter.propose(one, 2).tokens == (7, 2)
+    with pytest.raises(ValueError, match="lengths 3 to 2"):
+        NgramDrafter(2, 3)
+
+
+def test_drafts_stop_where_they_do_not_pay():
+    """A step costs 10 and each token of it 1: with one sequence a guess that often comes true pays, with many none."""
+
+    def settled(rate, batch):
+        lengths = DraftLength(4)
+        for tokens in (1, 2, 5, 20, 80):
+            for _ in range(20):
+                lengths.note_time(tokens, 10.0 + tokens)
+        for n in range(400):
+            lengths.note(4, 4 if n * 37 % 100 < rate * 100 else 0)
+        return lengths.choose(batch)
+
+    assert settled(0.9, 1) == 4
+    assert settled(0.9, 200) == 0
+    assert settled(0.02, 1) == 0
+    assert 1 <= settled(0.5, 4) <= 4
+
+
+def test_drafts_are_tried_again_now_and_then():
+    lengths = DraftLength(4)
+    lengths.note_time(1, 1.0)
+    lengths.note_time(100, 100.0)
+    lengths.rates = [0.0] * 4
+    chosen = [lengths.choose(1) for _ in range(3 * DraftLength.PROBE_EVERY)]
+    assert sum(chosen) == 3 and max(chosen) == 1
+    assert DraftLength(4, fixed=True).choose(1000) == 4
+
+
+def test_a_drafter_borrows_embedding_and_head():
+    model = new_model(MODEL.replace(mtp_layers=1), seed=1)
+    assert not [name for name, _ in model.mtp.named_parameters() if "embed." in name or "head" in name]
+    drafter, one = MtpDrafter(model), sequence([1, 2, 3])
+    assert drafter.propose(one, 2).tokens == ()  # nothing was observed
+    hidden = model.hidden(torch.tensor([1, 2, 3])).detach()
+    drafter.observe(one, 0, hidden[:2], [2, 3])
+    drafter.observe(one, 2, hidden[2:], [9])
+    want, _ = model.draft(hidden, torch.tensor([2, 3, 9]), count=2)
+    assert drafter.propose(one, 2).tokens == tuple(want[0].tolist())
+    with pytest.raises(ValueError, match="no multi-token-prediction layer"):
+        MtpDrafter(new_model(MODEL, seed=1))
