@@ -48,6 +48,7 @@ WORDS = re.compile(
 _PLAIN = re.compile(r"[\x00-\x7f\xa0-\xff\u2010-\u2027\u2030-\u205e\u2190-\u21ff\u2500-\u257f]*")
 _CUT = re.compile(r"(?<=\n)(?=[!-~])")
 _RUN, _PIECE = 25_000, 400_000  # characters: what `cut_text` leaves whole
+_TOGETHER = 500  # words
 _MOST_WORDS = 1_000_000  # then the table starts afresh
 
 
@@ -59,12 +60,14 @@ class Encoder:
         self._tokenizer = tokenizer
         self.vocab_size, self.eos_id = tokenizer.vocab_size, tokenizer.eos_id
         self.by_table = cuts_our_words(tokenizer)
+        self._line_feed = tokenizer.encode("\n")[0]
         self._start_table()
 
     def _start_table(self) -> None:
         self._table = _Table()
-        self._flat = np.empty(1 << 16, np.uint32)  # ids of all words end to end, with room to grow
-        self._ends = np.zeros(1, np.int64)
+        self._flat = np.empty(1 << 16, np.uint32)  # where ids of words lie, with room to grow
+        self._used = 0
+        self._begins, self._counts = np.empty(0, np.int64), np.empty(0, np.int64)  # a word's first id; how many
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of each text, uint32 [n]: those of `tokenizer.encode`. Raises ValueError for a lone surrogate.
@@ -92,8 +95,7 @@ class Encoder:
         return [self._gather(which) for which in words]
 
     def _gather(self, which: np.ndarray) -> np.ndarray:
-        begins = self._ends[which]
-        counts = self._ends[which + 1] - begins
+        begins, counts = self._begins[which], self._counts[which]
         stops = np.cumsum(counts)
         if not len(stops) or stops[-1] == len(which):
             return self._flat[begins]
@@ -102,13 +104,34 @@ class Encoder:
         return self._flat[starts]
 
     def _learn(self, words: list[str]) -> None:
-        """Add words to the arrays, in the order in which the table numbered them."""
-        ids = self._tokenizer._encode_pieces(words)  # words are pieces already: nothing is left to cut
-        ends = self._ends[-1] + np.cumsum([len(one) for one in ids])
-        if ends[-1] > len(self._flat):
-            self._flat = np.resize(self._flat, 2 * int(ends[-1]))
-        self._flat[self._ends[-1] : ends[-1]] = [number for one in ids for number in one]
-        self._ends = np.concatenate([self._ends, ends])
+        """Add words to the arrays, in the order in which the table numbered them.
+
+        The tokenizer is asked for many words at once. Words that end in a letter or a digit are given together, a line
+        feed after each: it makes a word of its own there, and no id of another word holds it.
+        """
+        together = np.array([word[-1].isalnum() for word in words])
+        lines = [f"{word}\n" for word in words if word[-1].isalnum()]
+        groups = ["".join(lines[start : start + _TOGETHER]) for start in range(0, len(lines), _TOGETHER)]
+        # Words are pieces already: nothing is left to cut.
+        answers = self._tokenizer._encode_pieces([*groups, *(word for word in words if not word[-1].isalnum())])
+        flat = np.array([number for ids in answers for number in ids], dtype=np.uint32)
+        stops = np.cumsum([0, *map(len, answers)])
+        feeds = np.flatnonzero(flat[: stops[len(groups)]] == self._line_feed)
+        begins, counts = np.empty((2, len(words)), np.int64)
+        begins[together] = np.append(0, feeds + 1)[:-1]
+        counts[together] = feeds - begins[together]
+        begins[~together] = stops[len(groups) : -1]
+        counts[~together] = np.diff(stops[len(groups) :])
+        self._append(flat, begins, counts)
+
+    def _append(self, flat: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> None:
+        end = self._used + len(flat)
+        if end > len(self._flat):
+            self._flat = np.resize(self._flat, 2 * end)
+        self._flat[self._used : end] = flat
+        self._begins = np.concatenate([self._begins, self._used + begins])
+        self._counts = np.concatenate([self._counts, counts])
+        self._used = end
 
 
 def _pieces(text: str) -> Iterable[str]:
