@@ -1,12 +1,13 @@
 """Attention Residuals on one GPU: first right, then fast, beside the peers and the bytes that must move.
 
-    PYTHONPATH=. python3 benchmarks/ops/attn_res.py --out FOLDER [--sweep] [--no-compile] [--no-peers]
+    PYTHONPATH=. python3 benchmarks/ops/attn_res.py --out FOLDER [--part gate|time] [--sweep] [--compile] [--no-peers]
 
 The gate compares outputs and gradients with the definition in float64, and two backward passes bit for bit. Times are
-medians of `triton.testing.do_bench`, with gradients through autograd, ours and the peers' alike. "mix" is the mixture
-alone, "site" adds to the running sum before it and norms after it. The floor counts each source read and each result
-written once, at the speed of a device copy measured in the same run. Peers: fast-attnres, fla, torch.compile of the
-definition. --sweep times other sizes of the kernels. The table comes last; FOLDER/attn_res.json holds the numbers.
+medians of CUDA graphs, with gradients through autograd, ours and the peers' alike ("host" is one forward and backward
+called from Python instead). "mix" is the mixture alone, "site" adds to the running sum before it and norms after it.
+The floor counts each source read and each result written once, at the speed of a device copy measured in the same run.
+Peers: fast-attnres, fla, torch.compile of the definition. --sweep times other forms and sizes of the kernels. A time
+that fails is named and the others go on. The table comes last; FOLDER/attn_res.json holds the numbers.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ BF16, FP32 = torch.bfloat16, torch.float32
 GATE = [
     (9, 112, 7168, BF16, False), (9, 112, 7168, BF16, True), (5, 1008, 512, BF16, False), (5, 1008, 512, BF16, True),
     (4, 256, 2048, BF16, True), (2, 3, 8192, BF16, True), (1, 33, 512, BF16, False),
-    (9, 100, 7168, FP32, True), (3, 65, 770, FP32, False), (16, 64, 1024, FP32, False),
+    (9, 100, 7168, FP32, True), (3, 65, 770, FP32, False), (16, 64, 1024, FP32, False), (16, 64, 1024, BF16, True),
+    (5, 400, 7168, BF16, True), (9, 300, 4096, BF16, True), (1, 200, 7168, BF16, True), (16, 150, 8192, BF16, False),
 ]  # fmt: skip
 
 
@@ -105,8 +107,17 @@ def check_all() -> list[tuple[str, float, float]]:
     return rows
 
 
-def median_ms(call: Callable[[], Any], rep: int = 60) -> float:
-    return float(triton.testing.do_bench(call, warmup=15, rep=rep, return_mode="median"))
+def median_ms(call: Callable[[], Any], rep: int = 40) -> float:
+    return float(triton.testing.do_bench(call, warmup=10, rep=rep, return_mode="median"))
+
+
+def timed(row: dict[str, Any], name: str, call: Callable[[], Any]) -> None:
+    """row[name]: the median of a call in a CUDA graph, ms."""
+    try:
+        row[name] = float(triton.testing.do_bench_cudagraph(call, rep=15, return_mode="median"))
+    except (RuntimeError, ValueError, TypeError, triton.TritonError) as error:
+        row[name] = float("nan")
+        print(f"  FAIL {row.get('work', '')} {name}: {str(error).splitlines()[0][:160]}", flush=True)
 
 
 def copy_speed() -> float:
@@ -147,54 +158,60 @@ def peers(case: Case, names: list[str]) -> dict[str, Callable[[], Tensor]]:
 
 def measure(R: int, N: int, D: int, speed: float, names: list[str]) -> dict[str, Any]:
     case, unit = draw(R, N, D, torch.bfloat16, True), N * D * 2 / speed
-    row: dict[str, Any] = {"work": f"R{R} N{N} D{D}", "floor f": (R + 1) * unit}
-    arguments = (case.sources, None, case.query, case.gain, None, EPS, True)
-    with torch.no_grad():
-        row["mix f"] = median_ms(lambda: mix.mix(*arguments))
-    row["share f"] = row["floor f"] / row["mix f"]
-    row["floor fb"] = (3 * R + 2) * unit
-    row["mix fb"] = median_ms(with_gradient(case.mix, case.leaves(False)))
-    row["share fb"] = row["floor fb"] / row["mix fb"]
-    arguments = (case.sources, case.update, case.query, case.gain, case.norm_gain, EPS, True)
-    with torch.no_grad():
-        row["site f"] = median_ms(lambda: mix.mix(*arguments))
-    row["s share f"] = (R + 3) * unit / row["site f"]
-    row["site fb"] = median_ms(with_gradient(case.site, case.leaves(True)))
-    row["s share fb"] = (3 * R + 5) * unit / row["site fb"]
+    row: dict[str, Any] = {"work": f"R{R} N{N} D{D}"}
+    weights = (case.query, case.gain)
+    for form, update, norm, more in (("mix", None, None, 0), ("site", case.update, case.norm_gain, 1)):
+        arguments = (case.sources, update, *weights, norm, EPS, True)
+        call, leaves = (case.site, case.leaves(True)) if more else (case.mix, case.leaves(False))
+        with torch.no_grad():
+            out, _, stats = mix.mix(*arguments)
+            timed(row, f"{form} f", lambda arguments=arguments: mix.mix(*arguments))
+            rest = (out, out if more else None, case.sources, *weights, norm, stats, EPS)
+            timed(row, f"{form} b", lambda rest=rest: mix.mix_backward(*rest))
+        timed(row, f"{form} fb", with_gradient(call, leaves))
+        units = (R + 1 + 2 * more, 2 * R + 1 + more)
+        row[f"{form} floor f"], row[f"{form} floor b"] = (n * unit for n in units)
+        row |= {f"{form} share {k}": row[f"{form} floor {k}"] / row[f"{form} {k}"] for k in "fb"}
+    row["mix fb host"] = median_ms(with_gradient(case.mix, case.leaves(False)))
     for name, call in peers(case, names).items():
         with torch.no_grad():
-            row[f"{name} f"] = median_ms(call)
-        leaves = [*case.sources, case.query]
-        row[f"{name} fb"] = median_ms(with_gradient(call, leaves))
-        wanted = attn_res(case.sources, case.query, case.gain, EPS, backend="triton")
+            timed(row, f"{name} f", call)
+        timed(row, f"{name} fb", with_gradient(call, [*case.sources, case.query]))
+        wanted = attn_res(case.sources, *weights, EPS, backend="triton")
         row[f"{name} apart"] = distance(call(), wanted)
     return row
 
 
-# Warps and GROUP; warps, HELD and programs a processor. Only those with 8 to 64 elements a thread are timed.
-FORWARD_SWEEP = [(16, 3), (16, 2), (16, 5), (16, 9), (8, 1), (8, 2), (8, 3), (32, 9), (32, 5), (1, 5), (2, 5), (1, 3)]
-BACKWARD_SWEEP = [
-    (8, 2, 1), (8, 0, 1), (8, 4, 1), (16, 0, 1), (16, 3, 1), (32, 0, 1), (32, 9, 1), (8, 2, 2), (8, 0, 8),
-    (1, 0, 16), (1, 5, 16), (2, 0, 8), (2, 5, 8), (2, 5, 16),
-]  # fmt: skip
+# Changes of the plan: at most four forms each way. Wide ones only where rows are wide.
+FORWARD_SWEEP: dict[str, dict[str, Any]] = {
+    "stream w8": dict(wide_forward=True, forward_warps=8, STAGES=12),
+    "stream w8 x2": dict(wide_forward=True, forward_warps=8, STAGES=7, forward_programs=2),
+    "stream w16": dict(wide_forward=True, forward_warps=16, STAGES=12),
+    "groups w16 g3": dict(wide_forward=False, forward_warps=16, GROUP=3),
+}
+BACKWARD_SWEEP: dict[str, dict[str, Any]] = {
+    "loop w16": dict(wide_backward=True, backward_warps=16),
+    "loop w32": dict(wide_backward=True, backward_warps=32),
+    "loop w8 x2": dict(wide_backward=True, backward_warps=8, programs=2),
+    "tuples w16 h2": dict(wide_backward=False, backward_warps=16, HELD=2),
+}
 
 
-def sweep(R: int, N: int, D: int) -> dict[str, float]:
-    """Times of single launches for other sizes: forward by warps and group, backward by warps, held, programs."""
+def sweep(R: int, N: int, D: int, site: bool) -> dict[str, float]:
+    """Times of single launches in other forms."""
     case, found, chosen = draw(R, N, D, torch.bfloat16, True), {}, mix.plan
     base = chosen(R, D, 2)
-    arguments = (case.sources, None, case.query, case.gain, None, EPS, True)
+    norm = case.norm_gain if site else None
+    arguments = (case.sources, case.update if site else None, case.query, case.gain, norm, EPS, True)
     with torch.no_grad():
         out, _, stats = mix.mix(*arguments)
-        fitting = lambda warps: 8 <= base.BLOCK // (32 * warps) <= 64  # noqa: E731
-        for warps, group in (size for size in FORWARD_SWEEP if fitting(size[0])):
-            mix.plan = lambda *_, w=warps, g=group: replace(base, forward_warps=w, GROUP=min(R, g))
-            found[f"f w{warps} g{group}"] = median_ms(lambda: mix.mix(*arguments), rep=25)
-        rest = (case.sources, case.query, case.gain, None, stats)
-        for warps, held, programs in (size for size in BACKWARD_SWEEP if fitting(size[0])):
-            change = dict(backward_warps=warps, HELD=min(R, held), programs=programs)
+        rest = (out, out if site else None, case.sources, case.query, case.gain, norm, stats, EPS)
+        for name, change in FORWARD_SWEEP.items():
             mix.plan = lambda *_, change=change: replace(base, **change)
-            found[f"b w{warps} h{held} p{programs}"] = median_ms(lambda: mix.mix_backward(out, None, *rest), rep=25)
+            timed(found, f"f {name}", lambda: mix.mix(*arguments))
+        for name, change in BACKWARD_SWEEP.items():
+            mix.plan = lambda *_, change=change: replace(base, **change)
+            timed(found, f"b {name}", lambda: mix.mix_backward(*rest))
     mix.plan = chosen
     return found
 
@@ -209,37 +226,42 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("."))
-    parser.add_argument("--sweep", action="store_true", help="time other sizes of the kernels at the largest shape")
-    parser.add_argument("--no-compile", action="store_true", help="without torch.compile of the definition")
+    parser.add_argument("--part", choices=("gate", "time"), help="one half only")
+    parser.add_argument("--sweep", action="store_true", help="time other forms of the kernels at the largest shape")
+    parser.add_argument("--compile", action="store_true", help="with torch.compile of the definition")
     parser.add_argument("--no-peers", action="store_true")
     return parser.parse_args()
 
 
+def times(options: argparse.Namespace, report: dict[str, Any]) -> None:
+    speed = copy_speed()
+    report["copy TB/s"], report["rows"] = speed * 1e-9, []
+    names = [] if options.no_peers else ["fast", "fla"]
+    for shape in SHAPES:
+        more = ["compile"] if options.compile and shape == SHAPES[0] else []
+        report["rows"].append(measure(*shape, speed, [*names, *more]))
+        print(" ", report["rows"][-1], flush=True)
+        torch.cuda.empty_cache()
+    if options.sweep:
+        report["sweep"] = {what: sweep(*SHAPES[0], what == "site") for what in ("mix", "site")}
+
+
 def main() -> None:
-    options, began = parse(), time.perf_counter()
+    options = parse()
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "versions": {name: version(name) for name in ("torch", "triton")},
-        "gate": check_all(),
+        "gate": [] if options.part == "time" else check_all(),
     }
-    speed = copy_speed()
-    report["copy TB/s"] = speed * 1e-9
-    names = [] if options.no_peers else ["fast", "fla"]
-    report["rows"] = []
-    for shape in SHAPES:
-        with_compile = not options.no_compile and not options.no_peers and shape == SHAPES[0]
-        report["rows"].append(measure(*shape, speed, [*names, "compile"] if with_compile else names))
-        print(f"  {time.perf_counter() - began:.0f} s", report["rows"][-1], flush=True)
-        torch.cuda.empty_cache()
-    if options.sweep:
-        report["sweep"] = {f"R{R} N{N} D{D}": sweep(R, N, D) for R, N, D in (SHAPES[0], SHAPES[3])}
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "attn_res.json").write_text(json.dumps(report, indent=1))
-    for name, times in report.get("sweep", {}).items():
-        print(f"\nsweep {name}, ms:", ", ".join(f"{what} {ms:.3f}" for what, ms in times.items()))
-    print(f"\n{report['device']}, copy {report['copy TB/s']:.2f} TB/s; ms, bf16; f forward, fb with gradients")
-    print_table(report["rows"])
+    if options.part != "gate":
+        times(options, report)
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "attn_res.json").write_text(json.dumps(report, indent=1))
+        for name, found in report.get("sweep", {}).items():
+            print(f"\nsweep {name}, ms:", ", ".join(f"{what} {ms:.3f}" for what, ms in found.items()))
+        print(f"\n{report['device']}, copy {report['copy TB/s']:.2f} TB/s; ms, bf16; f forward, b backward")
+        print_table(report["rows"])
     failures = [f"gate: {what} is off by {error:.2e}" for what, error, limit in report["gate"] if not error <= limit]
     if failures:
         raise SystemExit("\n".join(failures))
