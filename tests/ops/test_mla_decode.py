@@ -72,6 +72,18 @@ def test_more_than_one_split(H: int) -> None:
     Batch([1, 3, 2, 1], [2500, 2046, 1023, 1024], H).check()
 
 
+def test_pages_at_odd_addresses() -> None:
+    """A pool that begins and strides off multiples of 16 bytes: its rows are read one by one."""
+    batch = Batch([1, 2], [70, 5])
+    want, pool = batch.want(32), batch.cache.pool
+    shifted = torch.full((pool.shape[0] * (pool[0].numel() + 1) + 1,), torch.nan, dtype=DTYPE, device=DEVICE)
+    view = shifted[1:].as_strided(pool.shape, (pool[0].numel() + 1, pool.shape[2], 1))
+    view.copy_(pool)
+    batch.cache = LatentCache(view, batch.cache.table)
+    assert not launch.fetchable(view)
+    torch.testing.assert_close(batch.got(32).double(), want, rtol=0, atol=ATOL)
+
+
 def test_chunks_of_a_prompt_beside_single_tokens() -> None:
     Batch([40, 1, 17, 16, 0, 130], [100, 200, 0, 30, 5, 1]).check()
 
@@ -160,6 +172,17 @@ def test_op_is_registered_whole() -> None:
     )  # fmt: skip
     cache.pool.nan_to_num_(0.0)  # the check compares arguments before and after, and NaN is not equal to itself
     torch.library.opcheck(launch.latent_op, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_compiled_models_see_one_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the poisoned torch.empty, which cannot be traced
+    batch = Batch([1, 1], [3, 70])
+    want = batch.got(32)
+
+    def form(q: Tensor) -> Tensor:
+        return latent_attention(q, batch.cache, batch.packing, batch.scale, 32, backend="triton")
+
+    assert torch.equal(torch.compile(form, backend="aot_eager", fullgraph=True)(batch.q), want)
 
 
 def test_nothing_to_do() -> None:

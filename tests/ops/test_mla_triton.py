@@ -177,6 +177,20 @@ def test_ops_are_registered_whole() -> None:
         torch.library.opcheck(launch.backward_op, arguments, test_utils=checks)
 
 
+def test_compiled_models_see_one_op() -> None:
+    inputs = [x.requires_grad_() for x in draw_all(8, 24, 16)]
+    packing = pack(5, 3)
+
+    def form(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
+        return gated_attention(q, k, v, gate, packing, 0.3, backend="triton")
+
+    want = form(*inputs)
+    got = torch.compile(form, backend="aot_eager", fullgraph=True)(*inputs)
+    assert torch.equal(got, want)
+    for a, b in zip(*(torch.autograd.grad(x.float().sum(), inputs) for x in (got, want)), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_choice_and_refusal() -> None:
     q, k, v, _ = draw_all(6, 24, 16)
     packing = pack(6)

@@ -74,7 +74,7 @@ class LatentCache:
         if self.table.shape[0] != packing.num_sequences:
             raise ValueError(f"latent cache: table of {self.table.shape[0]} rows for {packing.num_sequences} sequences")
         room = self.table.shape[1] * self.page_rows
-        needed = max((a + b for a, b in zip(packing.consumed, packing.lengths, strict=True)), default=0)
+        needed = max([0, *(a + b for a, b in zip(packing.consumed, packing.lengths, strict=True))])
         if needed > room:
             raise ValueError(
                 f"latent cache: a sequence of {needed} tokens does not fit {self.table.shape[1]} pages of "

@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rille.ops.mla import decode_kernels
 from rille.ops.mla.cache import LatentCache
-from rille.ops.mla.launch import LOG2E, interpreting, rows_described
+from rille.ops.mla.launch import INTERPRET, LOG2E, rows_described
 from rille.ops.mla.tiles import cover
 from rille.packing import Packing
 
@@ -52,16 +52,16 @@ def plan(H: int, tokens: int, room: int, scaled: bool) -> Plan:
 def unsupported(q_NHR: Tensor, cache: LatentCache, value_width: int, scale: float) -> str:
     """Why the kernels cannot run, or an empty string."""
     pool, R = cache.pool, cache.pool.shape[2]
-    if not (q_NHR.is_cuda or interpreting()):
+    if not (q_NHR.is_cuda or INTERPRET):
         return f"the tensors are on {q_NHR.device.type}"
-    wide = (torch.bfloat16, torch.float16, *((torch.float32,) if interpreting() else ()))
+    wide = (torch.bfloat16, torch.float16, *((torch.float32,) if INTERPRET else ()))
     if q_NHR.dtype not in wide or pool.dtype not in (q_NHR.dtype, torch.float8_e4m3fn):
         return f"the kernels take bf16 or fp16 queries and rows alike, or rows in e4m3, not {q_NHR.dtype}, {pool.dtype}"
     rest, most = R - value_width, f"{WIDEST_VALUE} + {WIDEST_REST}"
     if value_width % 16 or rest % 16 or value_width > WIDEST_VALUE or rest > WIDEST_REST:
         return f"the kernels take multiples of 16 up to {most} channels, not {value_width} + {rest}"
-    if pool.stride()[1:] != (R, 1) or pool.stride(0) * pool.element_size() % 16 or pool.data_ptr() % 16:
-        return f"the kernels read pages without gaps at multiples of 16 bytes, not strides {pool.stride()}"
+    if pool.stride()[1:] != (R, 1):
+        return f"the kernels read pages without gaps, not strides {pool.stride()}"
     if not scale > 0:
         return f"the kernels take a positive scale, not {scale}"
     return ""
@@ -117,7 +117,7 @@ def latent_op(
     if RINGS and not FEW and not without_rings(pool, V):
         _by_rings(grid, q.view(N * H, R), pool, lists, bounds, V, SPLIT)
     else:
-        whole = page_rows % BLOCK == 0
+        whole = page_rows % BLOCK == 0 and fetchable(pool)
         blocks = [(q.view(1, N * H, R), ROWS, True), (pool, BLOCK, whole)]
         descriptors = [
             described(x, first, width, rows, cover(width)) if wanted and width else None
@@ -129,7 +129,7 @@ def latent_op(
         launch(
             *descriptors, pool, scales, *lists, pool.stride(0), *strides, *bounds, VALUE=V, R=R, A=A, B=B,
             PAGE=page_rows, ROWS=ROWS, BLOCK=BLOCK, TAIL=TAIL, SPLIT=SPLIT, WHOLE=whole, FEW=FEW,
-            UPCAST=interpreting(), num_warps=warps, num_stages=stages,
+            UPCAST=INTERPRET, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     if lse is not None:
         merge: Any = decode_kernels.merge_kernel[(most_rows, count)]
@@ -139,11 +139,11 @@ def latent_op(
 def without_rings(pool: Tensor, V: int) -> str:
     """Why the Gluon form cannot run, or an empty string."""
     page_rows, R = pool.shape[1:]
-    if interpreting():
+    if INTERPRET:
         return "Gluon has no interpreter"
     if pool.element_size() != 2 or V not in (256, 512) or R - V not in (16, 32, 64):
         return f"rows of {R} {pool.dtype} with {V} values do not fit its tiles"
-    if page_rows % 32 or pool.stride(0) % R:
+    if page_rows % 32 or pool.stride(0) % R or not fetchable(pool):
         return f"pages of {page_rows} rows, {pool.stride(0)} elements apart, are no table of rows in blocks of 32"
     return ""
 
@@ -161,6 +161,11 @@ def _by_rings(
     descriptors = [rows_described(x[:, None], first, height, width) for x, first, height, width in parts]
     kernel: Any = decode_gluon.latent_rings_kernel
     kernel[grid](*descriptors, *lists, step, *bounds, VALUE=V, PAGE=page_rows, SPLIT=SPLIT, STAGES=4, num_warps=4)
+
+
+def fetchable(pool: Tensor) -> bool:
+    """Whether the TMA unit can read pages: addresses and distances are multiples of 16 bytes."""
+    return pool.stride(0) * pool.element_size() % 16 == 0 and pool.data_ptr() % 16 == 0
 
 
 def described(x: Tensor, first: int, channels: int, rows: int, width: int) -> TensorDescriptor:

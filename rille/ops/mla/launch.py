@@ -17,22 +17,19 @@ from rille.ops.mla.tiles import FORWARD, KEYS, QUERIES, Blocks, cover, heads_tog
 from rille.packing import Packing
 
 LOG2E = 1.4426950408889634
+INTERPRET = bool(knobs.runtime.interpret)  # asked once: torch.compile cannot trace the question
 WIDEST_KEY, WIDEST_VALUE = 192, 128
 RINGS = False  # the forward kernel in Gluon, where it fits
 KEY_RINGS = False  # the backward kernel that holds keys
 PREPARED = 32  # rows of a program of `prepare_kernel`
 
 
-def interpreting() -> bool:
-    return bool(knobs.runtime.interpret)
-
-
 def unsupported(q_NHK: Tensor, v_NHV: Tensor, scale: float) -> str:
     """Why the kernels cannot run, or an empty string."""
-    if not (q_NHK.is_cuda or interpreting()):
+    if not (q_NHK.is_cuda or INTERPRET):
         return f"the tensors are on {q_NHK.device.type}"
     K, V = q_NHK.shape[2], v_NHV.shape[2]
-    dtypes = (torch.bfloat16, torch.float16, *((torch.float32,) if interpreting() else ()))
+    dtypes = (torch.bfloat16, torch.float16, *((torch.float32,) if INTERPRET else ()))
     if q_NHK.dtype not in dtypes:
         return f"the kernels take bf16 or fp16, not {q_NHK.dtype}"
     if not (0 < K <= WIDEST_KEY and 0 < V <= WIDEST_VALUE) or K % 8 or V % 8:
@@ -78,7 +75,7 @@ def operands(q: Tensor, k: Tensor, b: Blocks, of_queries: bool) -> list[Any]:
 
 def options(q: Tensor, v: Tensor, b: Blocks, rows: int, columns: int) -> dict[str, Any]:
     KA, KB = parts(q.shape[2])
-    constants = dict(ROWS=rows, COLUMNS=columns, KA=KA, KB=KB, VB=cover(v.shape[2]), UPCAST=interpreting())
+    constants = dict(ROWS=rows, COLUMNS=columns, KA=KA, KB=KB, VB=cover(v.shape[2]), UPCAST=INTERPRET)
     return constants | dict(num_warps=b.warps, num_stages=b.stages)
 
 
@@ -112,7 +109,7 @@ def forward_op(
 
 def whole_widths(K: int, V: int) -> str:
     """Why the Gluon form cannot run, or an empty string."""
-    if interpreting():
+    if INTERPRET:
         return "Gluon has no interpreter"
     if sum(parts(K)) != K or cover(V) != V:
         return f"the widths {K} and {V} would be padded"
