@@ -10,6 +10,7 @@ from rille.model.checkpoint import load_model
 from rille.model.locate import find_checkpoint
 from rille.model.model import K3
 from rille.serve.config import EngineConfig
+from rille.serve.graphs import DecodeGraphs
 from rille.serve.limits import SchedulerConfig
 from rille.serve.paged import Pages, layout_of
 from rille.serve.prefix import PrefixCache
@@ -83,3 +84,15 @@ def new_drafter(model: K3, config: EngineConfig, own: Drafter | None = None) -> 
     if own is not None or config.drafter == "none":
         return own
     return MtpDrafter(model) if config.drafter == "mtp" else NgramDrafter()
+
+
+def new_graphs(model: K3, pages: Pages, scheduler: Scheduler, config: EngineConfig) -> DecodeGraphs | None:
+    """Recorded decoding, where there is a GPU; a page of the pool is set apart for its idle rows."""
+    if pages.device.type != "cuda" or not config.cuda_graphs or config.deterministic:
+        return None
+    spare = scheduler.cache.store.allocate(1)
+    if spare is None or scheduler.cache.available < 1:
+        raise ValueError("the pool has no page to spare for recorded steps; give more memory, or cuda_graphs False")
+    scheduler.cache.reserved = 1
+    pages.clear(spare)
+    return DecodeGraphs(model, pages, spare[0], scheduler.longest)

@@ -17,7 +17,7 @@ def audit(cache: PrefixCache, holdings: Iterable[Holding]) -> None:
     used = [page for entry in entries.values() for page in entry.pages]
     used += [page for holding in holdings for page in holding.state]
     assert len(used) == len(set(used)), "a page belongs to two"
-    total, free = cache.store.pool.num_pages, cache.store.pool.num_free
+    total, free = cache.store.pool.num_pages - cache.reserved, cache.store.pool.num_free
     assert len(used) + free == total, f"{len(used)} pages in use and {free} free are not {total}"
     evictable = sum(len(entry.pages) for entry in entries.values() if entry.refs == 0)
     assert evictable == cache.store.num_evictable, f"{evictable} evictable pages, {cache.store.num_evictable} counted"

@@ -141,6 +141,9 @@ class EngineConfig:
     adaptive_drafts: bool = True
     """Choose the number of guesses in every step by what they gain, down to none."""
 
+    cuda_graphs: bool = True
+    """Record decoding steps on a GPU and replay them. Elsewhere, and with deterministic, there is nothing to record."""
+
     deterministic: bool = False
     """Every request is computed as if it were alone: the same bits whatever runs beside it and whatever is cached.
     Slow; without a drafter."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from rille.model.model import K3
-from rille.serve.assemble import count_pages, load, model_stop_ids, new_drafter, new_scheduler
+from rille.serve.assemble import count_pages, load, model_stop_ids, new_drafter, new_graphs, new_scheduler
 from rille.serve.config import EngineConfig
 from rille.serve.drawing import draw_parts, experts_of
 from rille.serve.grammar import Vocabulary
@@ -73,6 +73,7 @@ class Engine:
         self.runner = Runner(self.model, self.pages, deterministic=self.config.deterministic)
         self.drafter = new_drafter(self.model, self.config, None if isinstance(drafter, str) else drafter)
         self.runner.keeps_hidden = self.drafter is not None and self.drafter.reads_hidden
+        self.runner.graphs = new_graphs(self.model, self.pages, self.scheduler, self.config)
         self.lengths = DraftLength(self.config.draft_length, fixed=not self.config.adaptive_drafts)
         self._drafts: dict[Choice, Draft] = {}
         self._replies: dict[Choice, Reply] = {}

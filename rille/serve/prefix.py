@@ -110,6 +110,7 @@ class PrefixCache:
         self.store = Store(num_pages, tier, remember)
         self.page_tokens, self.groups, self.unit = page_tokens, groups, unit
         self.counts = CacheCounts()
+        self.reserved = 0  # pages of the pool that somebody else has for good
 
     @property
     def available(self) -> int:

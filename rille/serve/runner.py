@@ -26,6 +26,7 @@ from rille.model.media import Media
 from rille.model.model import K3
 from rille.ops.kda import Projected
 from rille.packing import Packing
+from rille.serve.graphs import DecodeGraphs
 from rille.serve.paged import Batch, Pages
 from rille.serve.prefix import Holding
 from rille.serve.sequences import Part
@@ -47,16 +48,20 @@ class Ran:
 
 
 class Runner:
-    """A model and its pages. keeps_hidden: hand out the final hidden states, for a drafter that reads them."""
+    """A model and its pages. keeps_hidden: hand out the final hidden states, for a drafter that reads them. graphs: for
+    steps that only decode."""
 
     def __init__(self, model: K3, pages: Pages, *, deterministic: bool = False) -> None:
         self.model, self.pages, self.deterministic = model, pages, deterministic
         self.keeps_hidden = False
+        self.graphs: DecodeGraphs | None = None
         self._features: dict[int, Tensor] = {}
 
     @torch.inference_mode()
     def run(self, parts: Sequence[Part], with_experts: bool = False) -> Ran:
         """Run the parts; deterministic: each as a batch of its own."""
+        if self.graphs is not None and not self.keeps_hidden and self.graphs.can_run(parts):
+            return Ran(self.graphs.run(parts), [1] * len(parts), list(range(len(parts))), None, {}, {})
         groups = [[part] for part in parts] if self.deterministic else [list(parts)]
         results = [self._forward(group, with_experts) for group in groups]
         if len(results) == 1:

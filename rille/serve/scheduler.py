@@ -65,7 +65,8 @@ class Scheduler:
     @property
     def longest(self) -> int:
         """Tokens that one sequence may come to: what is allowed, and what fits the pool."""
-        room = (self.cache.store.pool.num_pages - self.cache.groups) * self.cache.page_tokens
+        pages = self.cache.store.pool.num_pages - self.cache.reserved - self.cache.groups
+        room = pages * self.cache.page_tokens
         return min(self.config.max_length, room)
 
     def check(self, request: Request, pending: int = 0) -> None:
@@ -74,7 +75,7 @@ class Scheduler:
             raise Unavailable("the engine is shutting down", retry_after_s=10)
         prompt, new = len(request.prompt), request.params.max_tokens
         if prompt + new > self.longest:
-            pages, there = self.cache.pages_for(prompt + new), self.cache.store.pool.num_pages
+            pages, there = self.cache.pages_for(prompt + new), self.cache.store.pool.num_pages - self.cache.reserved
             raise TooLarge(
                 f"a prompt of {prompt:,} tokens and max_tokens {new:,} make {prompt + new:,} tokens ({pages:,} pages); "
                 f"here a sequence may have {self.longest:,} tokens (the memory has {there:,} pages)"

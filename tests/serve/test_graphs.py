@@ -1,0 +1,41 @@
+"""Steps of fixed shapes against steps as they come."""
+
+import pytest
+import torch
+
+from rille.model.model import new_model
+from rille.model.presets import preset
+from rille.serve.engine import Engine
+from rille.serve.graphs import DecodeGraphs
+from rille.serve.schema import SamplingParams
+from tests.serve.test_engine import alone, prompt
+from tests.train.small import MODEL
+
+
+def test_fixed_shapes_change_nothing():
+    model = new_model(MODEL.replace(init_std=0.2), seed=3)
+    served = Engine(model, num_pages=60, hash_unit=64, poison=True)
+    (spare,) = served.scheduler.cache.store.allocate(1)
+    graphs = DecodeGraphs(model, served.pages, spare, served.longest, sizes=range(1, 5), captures=False)
+    served.runner.graphs = graphs
+    prompts = [prompt(n, seed=n) for n in (1, 60, 64, 150, 90, 20)]
+    lengths = (30, 12, 25, 40, 7, 3)
+    params = [SamplingParams(max_tokens=n, temperature=0) for n in lengths]
+    results = served.generate(prompts, params)
+    assert [one.tokens for (one,) in results] == [alone(model, p, n) for p, n in zip(prompts, lengths, strict=True)]
+    sizes = {size for size, _ in graphs._slates}
+    assert sizes <= {1, 2, 3, 4} and len(sizes) > 1
+
+
+@pytest.mark.gpu
+def test_recorded_steps_agree_with_steps_as_they_come():
+    """bf16 on a GPU: sums are split otherwise, so the bits may differ; the figures agree."""
+    model = new_model(preset("nano"), dtype=torch.bfloat16, device="cuda", seed=1)
+    prompts = [prompt(n, seed=n) for n in (5, 64, 300, 1000, 77)]
+    params = SamplingParams(max_tokens=20, temperature=0)
+    eager, recorded = (Engine(model, num_pages=200, hash_unit=64, cuda_graphs=on) for on in (False, True))
+    for (one,), (other,) in zip(eager.generate(prompts, params), recorded.generate(prompts, params), strict=True):
+        assert one.tokens[0] == other.tokens[0]
+        same = next((n for n in range(20) if one.tokens[n] != other.tokens[n]), 20)
+        assert one.logprobs[:same] == pytest.approx(other.logprobs[:same], abs=0.05)
+    assert recorded.runner.graphs is not None and recorded.runner.graphs._recorded
