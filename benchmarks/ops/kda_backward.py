@@ -143,15 +143,6 @@ def distance(got: Tensor, expected: Tensor, size: Tensor) -> float:
     return ((got.double() - expected.double()).norm() / size.double().norm().clamp_min(1e-30)).item()
 
 
-def with_slices(channels: int, call: Callable[[], Any]) -> Any:
-    """A call whose last kernel works on slices of so many channels."""
-    chosen, kernels.LOCAL_SLICE = kernels.LOCAL_SLICE, channels
-    try:
-        return call()
-    finally:
-        kernels.LOCAL_SLICE = chosen
-
-
 def sizes_of(exact: tuple[Tensor, ...], case: Case) -> list[Tensor]:
     """What each gradient's error is measured against: the gradient; for the two that sum over tokens, the sum of the
     terms' sizes, since terms that cancel leave an error of the terms' own size."""
@@ -168,14 +159,12 @@ def check_gradients(works: list[Work]) -> tuple[list[dict[str, Any]], list[str]]
         case = draw(work, stateful=True)
         exact, ours = case.ours("chunk", torch.float64), case.ours()
         sizes = sizes_of(exact, case)
-        forms = {"": ours, " in slices of 64": with_slices(64, case.ours)}
-        for form, got in forms.items():
-            row = {name: distance(x, y, z) for name, x, y, z in zip(NAMES, got, exact, sizes, strict=True)}
-            rows.append({"case": work.name + form, **row})
-            failures += [
-                f"gate: {work.name}{form}: {n} is off by {x:.2e}, at most 2e-2" for n, x in row.items() if not x <= 2e-2
-            ]
-            print(f"  {work.name + form:<30}", *(f"{n} {x:.1e}" for n, x in row.items()), flush=True)
+        row = {name: distance(x, y, z) for name, x, y, z in zip(NAMES, ours, exact, sizes, strict=True)}
+        rows.append({"case": work.name, **row})
+        failures += [
+            f"gate: {work.name}: {name} is off by {x:.2e}, at most 2e-2" for name, x in row.items() if not x <= 2e-2
+        ]
+        print(f"  {work.name:<14}", *(f"{name} {x:.1e}" for name, x in row.items()), flush=True)
         again = case.ours()
         if not all(torch.equal(x, y) for x, y in zip(ours, again, strict=True)):
             failures.append(f"gate: {work.name}: two runs differ")
@@ -237,7 +226,7 @@ def measure_stages(case: Case, variants: bool) -> dict[str, float]:
         u, states = kernels.states(inputs, prepared, made.t_MHCC)
         back = (made.t_MHCC, made.a_MHCC, case.do, None)
         dv, dstates, _ = kernels.reverse(inputs, prepared, *back)
-        last = (made.o_NHV, case.do, dv, None, u, states, dstates, *prepared[4:])
+        last = (case.do, dv, None, u, states, dstates, *prepared[4:])
         times["prepare"] = median_ms(lambda: kernels.prepare(inputs))
         times["states"] = median_ms(lambda: kernels.states(inputs, prepared, made.t_MHCC))
         times["reverse"] = median_ms(lambda: kernels.reverse(inputs, prepared, *back))
@@ -245,7 +234,6 @@ def measure_stages(case: Case, variants: bool) -> dict[str, float]:
         if variants:
             times |= measure_blocks("states", lambda: kernels.states(inputs, prepared, made.t_MHCC))
             times |= measure_blocks("reverse", lambda: kernels.reverse(inputs, prepared, *back))
-            times |= measure_slices(lambda: kernels.local(inputs, *last))
     return times
 
 
@@ -263,18 +251,6 @@ def measure_blocks(stage: str, call: Callable[[], Any]) -> dict[str, float]:
         except triton.OutOfResources:
             times[f"{stage[:3]} {name}"] = float("nan")
     kernels.value_block = chosen
-    return times
-
-
-def measure_slices(call: Callable[[], Any]) -> dict[str, float]:
-    """The last kernel for slices of 64 or 128 channels, with and without early requests."""
-    times: dict[str, float] = {}
-    chosen = (kernels.LOCAL_SLICE, kernels.LOCAL_FETCH)
-    for size in (64, 128):
-        for fetch in (False, True):
-            kernels.LOCAL_SLICE, kernels.LOCAL_FETCH = size, fetch
-            times[f"local {size}{' fetch' if fetch else ''}"] = median_ms(call, rep=30)
-    kernels.LOCAL_SLICE, kernels.LOCAL_FETCH = chosen
     return times
 
 

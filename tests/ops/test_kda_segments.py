@@ -288,7 +288,7 @@ def test_ops_hold_the_rules_of_torch_library() -> None:
     rules = ("test_schema", "test_faketensor")
     torch.library.opcheck(op, (*tokens, tables_of_cut), test_utils=rules)
     grads = (torch.ones_like(made[0]), torch.ones_like(made[1]))
-    arguments = (*tokens, made[2], made[3], made[0], *grads, [*made[4:], *tables_of_cut])
+    arguments = (*tokens, made[2], made[3], *grads, [*made[4:], *tables_of_cut])
     torch.library.opcheck(kda_backward_op, arguments, test_utils=rules)
 
 

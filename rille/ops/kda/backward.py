@@ -1,6 +1,6 @@
 """KDA backward on a GPU: four kernels and two sums, in the order of `chunk_backward.py`.
 
-Saved by the forward pass: the op's inputs, its output, T and A. Made again here, because they are larger and cheap:
+Saved by the forward pass: the op's inputs, T and A. Made again here, because they are larger and cheap:
 
     prepare   q 2^G, k 2^G, k 2^(Gc-G), sums of the decay, norms
     states    S before each chunk, U                       first chunk to last
@@ -28,9 +28,6 @@ from rille.ops.kda.forward import anchors, multiprocessors, operand_type, packed
 from rille.ops.kda.launching import launch, rows_of
 from rille.ops.kda.segment_launch import border_gradients
 from rille.ops.kda.segments import Segments
-
-LOCAL_SLICE = 128  # key channels that the last kernel works on at a time; 16 for each warp
-LOCAL_FETCH = True  # ask for later tiles at the start
 
 
 class Prepared(NamedTuple):
@@ -87,18 +84,17 @@ def backward(
     inputs: Inputs,
     t_MHCC: Tensor,
     a_MHCC: Tensor,
-    o_NHV: Tensor,
     do_NHV: Tensor,
     dfinal_SHVK: Tensor | None,
     cut: Cut | None = None,
 ) -> Gradients:
     """Gradients of sum(o do) + sum(final dfinal), each in its input's type; those of A_log, dt_bias and the initial
-    states in fp32. t, a, o: from `forward.forward`. Not for the softplus gate."""
+    states in fp32. t, a: from `forward.forward`. Not for the softplus gate."""
     packed = (packed_heads(x) for x in inputs[:5])
     inputs = inputs._replace(
         **dict(zip(Inputs._fields[:5], packed, strict=True)), dt_bias_HK=inputs.dt_bias_HK.contiguous()
     )
-    o_NHV, do_NHV = packed_heads(o_NHV), packed_heads(do_NHV)
+    do_NHV = packed_heads(do_NHV)
     if inputs.spans_M2.shape[0] * inputs.q_NHK.shape[1] == 0:
         return without_tokens(inputs, dfinal_SHVK)
     prepared = prepare(inputs)
@@ -113,7 +109,7 @@ def backward(
     operands = (u_MHCV, states_MHVK, dstates_MHVK)
     numbers = prepared[4:]
     del prepared
-    return local(inputs, o_NHV, do_NHV, dv_NHV, dinitial_SHVK, *operands, *numbers)
+    return local(inputs, do_NHV, dv_NHV, dinitial_SHVK, *operands, *numbers)
 
 
 def segments_as_sequences(
@@ -202,7 +198,6 @@ def reverse(
 
 def local(
     inputs: Inputs,
-    o_NHV: Tensor,
     do_NHV: Tensor,
     dv_NHV: Tensor,
     dinitial_SHVK: Tensor | None,
@@ -215,15 +210,14 @@ def local(
     q_NHK, k_NHK, v_NHV, z_NHK, b_NH, A_log = inputs[:6]
     (_, H, K), V, M, dtype = q_NHK.shape, v_NHV.shape[2], inputs.spans_M2.shape[0], u_MHCV.dtype
     dq_NHK, dk_NHK, dz_NHK, db_NH = (x.new_empty(x.shape) for x in (q_NHK, k_NHK, z_NHK, b_NH))
-    KS = min(K, LOCAL_SLICE)
     dbias_MHK, drate_MHK = (q_NHK.new_empty(M, H, K, dtype=torch.float32) for _ in range(2))
     arguments = (
-        q_NHK, k_NHK, z_NHK, v_NHV, o_NHV, do_NHV, dv_NHV, b_NH, A_log, inputs.dt_bias_HK, inputs.spans_M2,
+        q_NHK, k_NHK, z_NHK, do_NHV, dv_NHV, b_NH, A_log, inputs.dt_bias_HK, inputs.spans_M2,
         ones_of_half(q_NHK.device, dtype), u_MHCV, states_MHVK, dstates_MHVK, totals_MH4K, norms_MH2C,
-        dq_NHK, dk_NHK, dz_NHK, db_NH, dbias_MHK, drate_MHK, torch.empty_like(norms_MH2C),
-        *(x.stride(0) for x in (q_NHK, k_NHK, z_NHK, v_NHV, o_NHV, do_NHV, b_NH)), inputs.lower_bound, K**-0.5,
+        dq_NHK, dk_NHK, dz_NHK, db_NH, dbias_MHK, drate_MHK,
+        *(x.stride(0) for x in (q_NHK, k_NHK, z_NHK, do_NHV, b_NH)), inputs.lower_bound, K**-0.5,
     )  # fmt: skip
-    shape = dict(H=H, K=K, V=V, KS=KS, BV=min(V, 128), FETCH=LOCAL_FETCH, **types(dtype), num_warps=KS // 16)
+    shape = dict(H=H, K=K, V=V, BV=min(V, 128), **types(dtype), num_warps=K // 16)
     launch(local_kernel, M * H, arguments, **shape)
     dA_log = torch.zeros_like(A_log, dtype=torch.float32)
     dA_log[:H] = drate_MHK.sum((0, 2))

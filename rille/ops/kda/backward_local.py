@@ -12,19 +12,16 @@ The equations are those of `chunk_backward.py`. A chunk has two halves, a and b,
                      + 2^t1 (dA_ba^T (q r)_b + dAk_ba^T (k r)_b + 2^(t2+t3) U_a D))       r = 2^(G-G31) = 2^t2 up
 
 dG = q dq + k (dk_row - dk_col) is what passes a token less what comes to its end there, and most of it cancels in the
-sums over tokens that give dg. So the diagonal of dA, which is in both, is added after dG is formed, and inside a half
-dG takes the factors as they were rounded for the products: q up and k down. Then a pair of tokens is the same number in
-the row of one and in the column of the other.
+sums over tokens that give dg. So the diagonal of dA, which is in both, is added after dG is formed, and dG takes the
+factors as they were rounded for the products: q up and k down inside a half, q r and k c between the halves. Then a
+pair of tokens is the same number in the row of one and in the column of the other.
 
-Every line is one accumulator that is scaled between its products. dA, dAk are masked before the products, so that zeros
-meet only finite factors, and brought to magnitude 32 at most before 2^115 meets them; everything that follows is in
-those units up to the end.
+dA, dAk are masked before the products, so that zeros meet only finite factors, and brought to magnitude 32 at most
+before 2^115 meets them; everything that follows is in those units up to the end.
 
-All of it is computed transposed, [channels, rows], KS channels and one half at a time. Then the left operands of the
-products with dA and dAk are tiles that were just computed, in the registers where a left operand has to lie, and a
-channel's factors are scalars of a thread. A sum over value channels of two tiles row by row is the diagonal of their
-product. The norms' gradients need sum_K q dq and sum_K k dk: taken directly where one slice has all channels, otherwise
-known before from values alone (`chunk_backward.py`).
+All of it is computed transposed, [channels, rows], one half at a time. Then the left operands of the products with dA
+and dAk are tiles that were just computed, in the registers where a left operand has to lie, and a channel's factors are
+scalars of a thread. A sum over value channels of two tiles row by row is the diagonal of their product.
 """
 
 from __future__ import annotations
@@ -34,17 +31,6 @@ import triton.language as tl
 
 from rille.ops.kda.backward_kernels import NO_TOKEN, bounded_decay, times_ones, transposed
 from rille.ops.kda.intra import LOG2E, exp2, operand, reciprocal
-
-
-@triton.jit
-def fetch(ptr, stride, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, INTERPRET: tl.constexpr):
-    """Ask for rows of WIDTH 16-bit numbers to come into the L2 cache, without waiting for them."""
-    if not INTERPRET:
-        row = tl.minimum(tl.arange(0, ROWS), count - 1)
-        line = ptr + row[:, None] * stride + 64 * tl.arange(0, WIDTH // 64)[None, :]
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [line.to(tl.int64)], tl.int32, is_pure=False, pack=1
-        )
 
 
 @triton.jit
@@ -71,6 +57,16 @@ def row_halves(x):
 
 
 @triton.jit
+def factor(x, OPERAND: tl.constexpr, INTERPRET: tl.constexpr):
+    """`operand` for tiles that are widened again. The compiler would round those one by one, by an instruction of an
+    eighth of the rate; here it adds half of the last place and packs the upper halves of pairs."""
+    if INTERPRET:
+        return operand(x, OPERAND, INTERPRET)
+    upper = (x.to(tl.int32, bitcast=True) + 32768) >> 16
+    return upper.to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
 def gate_slope(x, rate, lower_bound, INTERPRET: tl.constexpr):
     """Derivative of lower_bound sigmoid(rate x) by x. 1 - sigmoid is the exponential times the sigmoid: a difference
     would lose what a gate that is nearly shut has left."""
@@ -84,9 +80,7 @@ def local_kernel(
     q_ptr,  # [N, H, K], with any stride between tokens; k, z too
     k_ptr,
     z_ptr,
-    v_ptr,  # [N, H, V], as are o, do; dv without gaps
-    o_ptr,
-    do_ptr,
+    do_ptr,  # [N, H, V]; dv without gaps
     dv_ptr,
     b_ptr,  # [N, H]
     A_log_ptr,  # fp32 [H]
@@ -104,12 +98,9 @@ def local_kernel(
     db_ptr,  # [N, H]
     dbias_ptr,  # fp32 [M, H, K]: this chunk's part of ddt_bias
     drate_ptr,  # fp32 [M, H, K]: this chunk's part of dA_log, channel by channel
-    sums_ptr,  # fp32 [M, H, 2, C]: space for sum_K q dq, sum_K k dk
     q_stride,
     k_stride,
     z_stride,
-    v_stride,
-    o_stride,
     do_stride,
     b_stride,
     lower_bound,
@@ -117,9 +108,7 @@ def local_kernel(
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
-    KS: tl.constexpr,
     BV: tl.constexpr,
-    FETCH: tl.constexpr,
     OPERAND: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
@@ -136,8 +125,6 @@ def local_kernel(
     out = program.to(tl.int64)
     do_ptr += token * do_stride + h * V
     dv_ptr += token * (H * V) + h * V
-    o_ptr += token * o_stride + h * V
-    v_ptr += token * v_stride + h * V
     u_ptr += out * (C * V)
     q_ptr += token * q_stride + h * K
     k_ptr += token * k_stride + h * K
@@ -149,21 +136,10 @@ def local_kernel(
     dstates_ptr += out * (V * K)
     totals_ptr += out * (4 * K)
     norms_ptr += out * (2 * C)
-    sums_ptr += out * (2 * C)
     dbias_ptr += out * K
     drate_ptr += out * K
-    if FETCH:
-        fetch(z_ptr, z_stride, count, C, K, INTERPRET)
-        fetch(k_ptr, k_stride, count, C, K, INTERPRET)
-        fetch(states_ptr, K, V, V, K, INTERPRET)
-        fetch(dstates_ptr, K, V, V, K, INTERPRET)
-        fetch(q_ptr, q_stride, count, C, K, INTERPRET)
-
-    DIRECT: tl.constexpr = KS == K
     da = tl.zeros((C, C), tl.float32)
     dak = tl.zeros((C, C), tl.float32)
-    reads = tl.zeros((C, C), tl.float32)
-    gives = tl.zeros((C, C), tl.float32)
     for block in tl.static_range(V // BV):
         at = block * BV + value[None, :]
         do = tl.load(do_ptr + row[:, None] * do_stride + at, mask=held, other=0.0)
@@ -174,19 +150,12 @@ def local_kernel(
         dv = tl.load(dv_ptr + row[:, None] * (H * V) + at, mask=held, other=0.0)
         dv = operand(dv, OPERAND, INTERPRET)
         dak = tl.dot(dv, tl.trans(u), dak)
-        if not DIRECT:
-            o = tl.load(o_ptr + row[:, None] * o_stride + at, mask=held, other=0.0)
-            v = tl.load(v_ptr + row[:, None] * v_stride + at, mask=held, other=0.0)
-            reads = tl.dot(do, tl.trans(operand(o, OPERAND, INTERPRET)), reads)
-            gives = tl.dot(dv, tl.trans(operand(v, OPERAND, INTERPRET)), gives)
 
     b = tl.load(b_ptr + (token + row) * b_stride + h, mask=valid, other=0.0).to(tl.float32)
     beta = reciprocal(1.0 + exp2(b * -LOG2E, INTERPRET), INTERPRET)
-    wrote = diagonal(dak, C) / tl.maximum(beta, 1e-30)
-    tl.store(db_ptr + (token + row) * H + h, (wrote * (1.0 - beta)).to(db_ptr.dtype.element_ty), mask=valid)
-    if not DIRECT:
-        tl.store(sums_ptr + row, diagonal(reads, C))
-        tl.store(sums_ptr + C + row, 2.0 * wrote - diagonal(gives, C))
+    on_diagonal = tl.maximum(beta.to(OPERAND).to(tl.float32), 1e-30)  # of T, as it was rounded: a factor of U and of dV
+    db = diagonal(dak, C) / on_diagonal * (beta / on_diagonal * (1.0 - beta))
+    tl.store(db_ptr + (token + row) * H + h, db.to(db_ptr.dtype.element_ty), mask=valid)
 
     i, j = row[:, None], row[None, :]
     da = tl.where(i >= j, da, 0.0)
@@ -197,32 +166,29 @@ def local_kernel(
     own_a, own_b = row_halves(diagonal(da, C) * per_unit)
     da_aa, da_ba, da_bb = blocks((tl.where(i > j, da, 0.0) * per_unit).to(OPERAND))
     dak_aa, dak_ba, dak_bb = blocks((dak * per_unit).to(OPERAND))
-    if not DIRECT:
-        tl.debug_barrier()  # before other threads read the sums
     rate = exp2(tl.load(A_log_ptr + h).to(tl.float32) * LOG2E, INTERPRET)
-    for part in tl.range(0, K, KS, num_stages=1):
-        local_slice(
-            part, own_a, own_b, da_aa, da_ba, da_bb, dak_aa, dak_ba, dak_bb, unit, q_ptr, k_ptr, z_ptr, do_ptr, dv_ptr,
-            rate, dt_bias_ptr + h * K, ones_ptr, u_ptr, states_ptr, dstates_ptr, totals_ptr, norms_ptr, dq_ptr, dk_ptr,
-            dz_ptr, dbias_ptr, drate_ptr, sums_ptr, count, q_stride, k_stride, z_stride, do_stride, lower_bound, scale,
-            H, K, V, KS, BV, OPERAND, INTERPRET,
-        )  # fmt: skip
+    local_channels(
+        own_a, own_b, da_aa, da_ba, da_bb, dak_aa, dak_ba, dak_bb, unit, q_ptr, k_ptr, z_ptr, do_ptr, dv_ptr, rate,
+        dt_bias_ptr + h * K, ones_ptr, u_ptr, states_ptr, dstates_ptr, totals_ptr, norms_ptr, dq_ptr, dk_ptr, dz_ptr,
+        dbias_ptr, drate_ptr, count, q_stride, k_stride, z_stride, do_stride, lower_bound, scale,
+        H, K, V, BV, OPERAND, INTERPRET,
+    )  # fmt: skip
 
 
 @triton.jit
-def local_slice(
-    part, own_a, own_b, da_aa, da_ba, da_bb, dak_aa, dak_ba, dak_bb, unit, q_ptr, k_ptr, z_ptr, do_ptr, dv_ptr, rate,
+def local_channels(
+    own_a, own_b, da_aa, da_ba, da_bb, dak_aa, dak_ba, dak_bb, unit, q_ptr, k_ptr, z_ptr, do_ptr, dv_ptr, rate,
     dt_bias_ptr, ones_ptr, u_ptr, states_ptr, dstates_ptr, totals_ptr, norms_ptr, dq_ptr, dk_ptr, dz_ptr,
-    dbias_ptr, drate_ptr, sums_ptr, count, q_stride, k_stride, z_stride, do_stride, lower_bound, scale,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KS: tl.constexpr, BV: tl.constexpr,
+    dbias_ptr, drate_ptr, count, q_stride, k_stride, z_stride, do_stride, lower_bound, scale,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     OPERAND: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Channels part .. part + KS of dq, dk, dz and of the parameters' gradients. Tiles are [KS, 32]."""
+    """dq, dk, dz and the parameters' gradients. Tiles are [K, 32]."""
     C: tl.constexpr = tl.constexpr(64)
     R: tl.constexpr = tl.constexpr(32)
     row = tl.arange(0, R)
     value = tl.arange(0, BV)
-    channel = part + tl.arange(0, KS)
+    channel = tl.arange(0, K)
     in_a, in_b = (row < count)[:, None], (row + R < count)[:, None]
     at_a, at_b = row[:, None], row[:, None] + R
     ones = row[:, None] * R + row[None, :] + ones_ptr
@@ -234,8 +200,16 @@ def local_slice(
     d1, d2 = exp2(t1, INTERPRET), exp2(t2, INTERPRET)
     per_unit = 1.0 / unit
     at_norms = norms_ptr + row
-    at_sums = sums_ptr + row
     k_norm_a, k_norm_b = tl.load(at_norms + C)[None, :], tl.load(at_norms + C + R)[None, :]
+
+    # What passes the whole chunk.
+    carried = tl.zeros((K,), tl.float32)
+    for block in tl.static_range(V // BV):
+        at_state = (block * BV + value)[:, None] * K + channel[None, :]
+        state = tl.trans(operand(tl.load(states_ptr + at_state), OPERAND, INTERPRET))
+        dstate = operand(tl.load(dstates_ptr + at_state), OPERAND, INTERPRET)
+        carried += diagonal(tl.dot(state, dstate), K)
+    carried = carried[:, None] * (exp2(t0 + t1 + t2 + t3, INTERPRET) * per_unit)
 
     # Half a as far as half b needs it.
     z = tl.load(z_ptr + at_a * z_stride + channel[None, :], mask=in_a, other=NO_TOKEN)
@@ -243,7 +217,7 @@ def local_slice(
     x_a = times_ones(g, anchors, 2, OPERAND, INTERPRET)
     k = tl.load(k_ptr + at_a * k_stride + channel[None, :], mask=in_a, other=0.0)
     k_a = transposed(k, identity, INTERPRET) * k_norm_a
-    k_c = operand(k_a * exp2(tl.minimum(t1 - x_a, 0.0), INTERPRET), OPERAND, INTERPRET)
+    k_c = factor(k_a * exp2(tl.minimum(t1 - x_a, 0.0), INTERPRET), OPERAND, INTERPRET)
 
     # Half b.
     z = tl.load(z_ptr + at_b * z_stride + channel[None, :], mask=in_b, other=NO_TOKEN)
@@ -252,41 +226,38 @@ def local_slice(
     up, down = exp2(x, INTERPRET), exp2(-x, INTERPRET)
     k = tl.load(k_ptr + at_b * k_stride + channel[None, :], mask=in_b, other=0.0)
     k_b = transposed(k, identity, INTERPRET) * k_norm_b
-    dq = tl.zeros((KS, R), tl.float32)
-    dk = tl.zeros((KS, R), tl.float32)
-    end = tl.zeros((KS, R), tl.float32)
-    carried = tl.zeros((KS,), tl.float32)
+    dq = tl.zeros((K, R), tl.float32)
+    dk = tl.zeros((K, R), tl.float32)
+    end = tl.zeros((K, R), tl.float32)
     for block in tl.static_range(V // BV):
         at_V = block * BV + value[None, :]
         at_state = (block * BV + value)[:, None] * K + channel[None, :]
-        state = tl.trans(operand(tl.load(states_ptr + at_state), OPERAND, INTERPRET))
-        dstate = operand(tl.load(dstates_ptr + at_state), OPERAND, INTERPRET)
-        carried += diagonal(tl.dot(state, dstate), KS)
+        if V > BV:
+            state = tl.trans(operand(tl.load(states_ptr + at_state), OPERAND, INTERPRET))
+            dstate = operand(tl.load(dstates_ptr + at_state), OPERAND, INTERPRET)
         do = tl.load(do_ptr + at_b * do_stride + at_V, mask=in_b, other=0.0)
         dv = tl.load(dv_ptr + at_b * (H * V) + at_V, mask=in_b, other=0.0)
         u = tl.load(u_ptr + at_b * V + at_V)
         dq = tl.dot(state, tl.trans(operand(do, OPERAND, INTERPRET)), dq)
         dk = tl.dot(state, tl.trans(operand(dv, OPERAND, INTERPRET)), dk)
         end = tl.dot(tl.trans(dstate), tl.trans(operand(u, OPERAND, INTERPRET)), end)
-    carried = carried[:, None] * (exp2(t0 + t1 + t2 + t3, INTERPRET) * per_unit)
-
-    k_down = operand(k_b * down, OPERAND, INTERPRET)
-    from_start = exp2(t0 + t1, INTERPRET) * per_unit
-    dq = tl.dot(k_c, tl.trans(operand(da_ba, OPERAND, INTERPRET)), dq * from_start) * d2
-    dq = tl.dot(k_down, tl.trans(operand(da_bb, OPERAND, INTERPRET)), dq)
-    dk = tl.dot(k_c, tl.trans(operand(dak_ba, OPERAND, INTERPRET)), dk * -from_start) * d2
-    dk = tl.dot(k_down, tl.trans(operand(dak_bb, OPERAND, INTERPRET)), dk)
+    k_down = factor(k_b * down, OPERAND, INTERPRET)
+    from_start = exp2(t0 + t1 + t2, INTERPRET) * per_unit
+    dq = tl.dot(k_down, tl.trans(operand(da_bb, OPERAND, INTERPRET)), dq * from_start)
+    dk = tl.dot(k_down, tl.trans(operand(dak_bb, OPERAND, INTERPRET)), dk * -from_start)
     q = tl.load(q_ptr + at_b * q_stride + channel[None, :], mask=in_b, other=0.0)
     q_norm = tl.load(at_norms + R)[None, :]
     q = transposed(q, identity, INTERPRET) * (q_norm * scale)
-    q_up, k_up = operand(q * up, OPERAND, INTERPRET), operand(k_b * up, OPERAND, INTERPRET)
+    q_up, k_up = factor(q * up, OPERAND, INTERPRET), factor(k_b * up, OPERAND, INTERPRET)
     dG = q_up.to(tl.float32) * dq + k_up.to(tl.float32) * dk
-    dq = dq * up + own_b[None, :] * k_b
-    dk = dk * up + own_b[None, :] * q
-    if KS == K:
-        read = tl.sum(q * dq, 0)[None, :] * unit
-    else:
-        read = tl.load(at_sums + R)[None, :]
+    q_r, k_r = factor(q * up * d2, OPERAND, INTERPRET), factor(k_b * up * d2, OPERAND, INTERPRET)
+    from_a = tl.dot(k_c, tl.trans(operand(da_ba, OPERAND, INTERPRET)))
+    dG += q_r.to(tl.float32) * from_a
+    dq = (dq + from_a * d2) * up + own_b[None, :] * k_b
+    from_a = tl.dot(k_c, tl.trans(operand(dak_ba, OPERAND, INTERPRET)))
+    dG += k_r.to(tl.float32) * from_a
+    dk = (dk + from_a * d2) * up + own_b[None, :] * q
+    read = tl.sum(q * dq, 0)[None, :] * unit
     dq = (q_norm * scale * unit) * dq - (q_norm * read / scale) * q
     at_K = channel[None, :] + at_b * (H * K)
     tl.store(dq_ptr + at_K, tl.trans(dq.to(dq_ptr.dtype.element_ty)), mask=in_b)
@@ -294,13 +265,9 @@ def local_slice(
     carried += tl.sum(k_down.to(tl.float32) * end, 1)[:, None]
     end = tl.dot(q_up, operand(da_bb, OPERAND, INTERPRET), end)
     end = tl.dot(k_up, operand(dak_bb, OPERAND, INTERPRET), end)
-    q_r, k_r = operand(q * up * d2, OPERAND, INTERPRET), operand(k_b * up * d2, OPERAND, INTERPRET)
     dG -= k_down.to(tl.float32) * end
     dk += end * down
-    if KS == K:
-        known = tl.sum(k_b * dk, 0)[None, :] * unit
-    else:
-        known = tl.load(at_sums + C + R)[None, :]
+    known = tl.sum(k_b * dk, 0)[None, :] * unit
     dk = k_norm_b * (unit * dk - k_b * known)
     tl.store(dk_ptr + at_K, tl.trans(dk.to(dk_ptr.dtype.element_ty)), mask=in_b)
     dg_b = times_ones(dG, later, 3, OPERAND, INTERPRET)
@@ -308,9 +275,9 @@ def local_slice(
 
     # Half a.
     up, down = exp2(x_a, INTERPRET), exp2(-x_a, INTERPRET)
-    dq = tl.zeros((KS, R), tl.float32)
-    dk = tl.zeros((KS, R), tl.float32)
-    end = tl.zeros((KS, R), tl.float32)
+    dq = tl.zeros((K, R), tl.float32)
+    dk = tl.zeros((K, R), tl.float32)
+    end = tl.zeros((K, R), tl.float32)
     for block in tl.static_range(V // BV):
         at_V = block * BV + value[None, :]
         at_state = (block * BV + value)[:, None] * K + channel[None, :]
@@ -323,36 +290,31 @@ def local_slice(
         dq = tl.dot(state, tl.trans(operand(do, OPERAND, INTERPRET)), dq)
         dk = tl.dot(state, tl.trans(operand(dv, OPERAND, INTERPRET)), dk)
         end = tl.dot(tl.trans(dstate), tl.trans(operand(u, OPERAND, INTERPRET)), end)
-    k_down = operand(k_a * down, OPERAND, INTERPRET)
+    k_down = factor(k_a * down, OPERAND, INTERPRET)
     from_start = exp2(t0, INTERPRET) * per_unit
     dq = tl.dot(k_down, tl.trans(operand(da_aa, OPERAND, INTERPRET)), dq * from_start)
     dk = tl.dot(k_down, tl.trans(operand(dak_aa, OPERAND, INTERPRET)), dk * -from_start)
     q = tl.load(q_ptr + at_a * q_stride + channel[None, :], mask=in_a, other=0.0)
     q_norm = tl.load(at_norms)[None, :]
     q = transposed(q, identity, INTERPRET) * (q_norm * scale)
-    q_up, k_up = operand(q * up, OPERAND, INTERPRET), operand(k_a * up, OPERAND, INTERPRET)
+    q_up, k_up = factor(q * up, OPERAND, INTERPRET), factor(k_a * up, OPERAND, INTERPRET)
     dG = q_up.to(tl.float32) * dq + k_up.to(tl.float32) * dk
     dq = dq * up + own_a[None, :] * k_a
     dk = dk * up + own_a[None, :] * q
-    if KS == K:
-        read = tl.sum(q * dq, 0)[None, :] * unit
-    else:
-        read = tl.load(at_sums)[None, :]
+    read = tl.sum(q * dq, 0)[None, :] * unit
     dq = (q_norm * scale * unit) * dq - (q_norm * read / scale) * q
     at_K = channel[None, :] + at_a * (H * K)
     tl.store(dq_ptr + at_K, tl.trans(dq.to(dq_ptr.dtype.element_ty)), mask=in_a)
-    end *= exp2(t2 + t3, INTERPRET) * per_unit
-    carried += tl.sum(k_down.to(tl.float32) * end, 1)[:, None] * d1
-    end = tl.dot(q_r, operand(da_ba, OPERAND, INTERPRET), end)
-    end = tl.dot(k_r, operand(dak_ba, OPERAND, INTERPRET), end) * d1
+    end *= exp2(t1 + t2 + t3, INTERPRET) * per_unit
+    carried += tl.sum(k_down.to(tl.float32) * end, 1)[:, None]
     end = tl.dot(q_up, operand(da_aa, OPERAND, INTERPRET), end)
     end = tl.dot(k_up, operand(dak_aa, OPERAND, INTERPRET), end)
     dG -= k_down.to(tl.float32) * end
-    dk += end * down
-    if KS == K:
-        known = tl.sum(k_a * dk, 0)[None, :] * unit
-    else:
-        known = tl.load(at_sums + C)[None, :]
+    to_b = tl.dot(q_r, operand(da_ba, OPERAND, INTERPRET))
+    to_b = tl.dot(k_r, operand(dak_ba, OPERAND, INTERPRET), to_b)
+    dG -= k_c.to(tl.float32) * to_b
+    dk += (end + to_b * d1) * down
+    known = tl.sum(k_a * dk, 0)[None, :] * unit
     dk = k_norm_a * (unit * dk - k_a * known)
     tl.store(dk_ptr + at_K, tl.trans(dk.to(dk_ptr.dtype.element_ty)), mask=in_a)
     dg_a = times_ones(dG, later, 3, OPERAND, INTERPRET) + (after + carried)

@@ -11,9 +11,9 @@ from rille.ops.kda.backward_kernels import prepare_kernel, reverse_kernel, state
 from rille.ops.kda.backward_local import local_kernel
 
 POINTERS = {
-    "*bf16": "q_ptr k_ptr v_ptr z_ptr b_ptr o_ptr do_ptr dv_ptr identity_ptr ones_ptr q_out_ptr "
+    "*bf16": "q_ptr k_ptr v_ptr z_ptr b_ptr do_ptr dv_ptr identity_ptr ones_ptr q_out_ptr "
     "k_start_ptr k_end_ptr u_ptr states_ptr dstates_ptr dq_ptr dk_ptr dz_ptr db_ptr",
-    "*fp32": "A_log_ptr dt_bias_ptr decay_ptr totals_ptr norms_ptr dbias_ptr drate_ptr sums_ptr initial_ptr dfinal_ptr "
+    "*fp32": "A_log_ptr dt_bias_ptr decay_ptr totals_ptr norms_ptr dbias_ptr drate_ptr initial_ptr dfinal_ptr "
     "dinitial_ptr",
     "*i32": "spans_ptr starts_ptr order_ptr",
     "*i64": "first_ptr",
@@ -45,24 +45,21 @@ def a_pass(name: str, kernel: Any, BV: int, num_warps: int, K: int = 128, V: int
     return specimen(name, kernel, shape | dict.fromkeys(absent.split()), num_warps, want_wgmma=True)
 
 
-def local(name: str, K: int = 128, V: int = 128, KS: int = 64, **limits: Any) -> Specimen:
-    num_warps = KS // 16
-    constexprs = dict(H=96, K=K, V=V, KS=KS, BV=min(V, 128), FETCH=True, OPERAND=tl.bfloat16, INTERPRET=False)
+def local(name: str, K: int = 128, V: int = 128, **limits: Any) -> Specimen:
+    num_warps = K // 16
+    constexprs = dict(H=96, K=K, V=V, BV=min(V, 128), OPERAND=tl.bfloat16, INTERPRET=False)
     return specimen(f"local_{name}", local_kernel, constexprs, num_warps, want_wgmma=True, **limits)
 
 
-SPILL: dict[str, Any] = dict(
-    max_spill_bytes=1400, reason="two halves of a slice and what they exchange, at two programs an SM"
-)
+SPILL: dict[str, Any] = dict(max_spill_bytes=720, reason="two halves and what they exchange")
 SPECIMENS = [
     prepare("k128"),
     a_pass("states_v128", states_kernel, 128, 8, absent="initial_ptr"),
     a_pass("states_v64", states_kernel, 64, 4, absent="initial_ptr"),
     a_pass("reverse_v128", reverse_kernel, 128, 8, absent="dfinal_ptr dinitial_ptr"),
     a_pass("reverse_v64", reverse_kernel, 64, 4),
-    local("k128", KS=128, **SPILL),
-    local("k128_in_slices", **SPILL),
-    local("v64", V=64, KS=128, **SPILL),
+    local("k128", **SPILL),
+    local("v64", V=64, **SPILL),
     local("k64", K=64, V=64, **SPILL),
-    local("v256", V=256, KS=128, **SPILL),
+    local("v256", V=256, **SPILL),
 ]

@@ -3,7 +3,7 @@
 Importing this module registers both with autograd; `kda` then differentiates by itself, also under torch.compile, which
 sees two opaque ops with known result shapes.
 
-What lives between them: the inputs, o, and T, A [M, H, 64, 64], a quarter of a tensor [N, H, 128] each in bf16.
+What lives between them: the inputs, and T, A [M, H, 64, 64], a quarter of a tensor [N, H, 128] each in bf16.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ def kda_backward(
     initial_SHVK: Tensor | None,
     t_MHCC: Tensor,
     a_MHCC: Tensor,
-    o_NHV: Tensor,
     do_NHV: Tensor,
     dfinal_SHVK: Tensor | None,
     cut: list[Tensor],
@@ -45,7 +44,7 @@ def kda_backward(
     transitions at the borders of segments, and the fields of `Segments`; or none."""
     tokens, gate = (q_NHK, k_NHK, v_NHV, z_NHK, b_NH), (A_log, dt_bias_HK, lower_bound)
     inputs = Inputs(*tokens, *gate, spans_M2, starts, order_S, first_S, initial_SHVK)
-    found = backward(inputs, t_MHCC, a_MHCC, o_NHV, do_NHV, dfinal_SHVK, cut_of(cut))
+    found = backward(inputs, t_MHCC, a_MHCC, do_NHV, dfinal_SHVK, cut_of(cut))
     return [x for x in found if x is not None]
 
 
@@ -66,22 +65,22 @@ def _(*inputs):
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     tensors, ctx.lower_bound = [*inputs[:7], *inputs[8:13]], inputs[7]
-    o_NHV, _, t_MHCC, a_MHCC, *borders = output
+    _, _, t_MHCC, a_MHCC, *borders = output
     ctx.mark_non_differentiable(t_MHCC, a_MHCC, *borders)
     ctx.set_materialize_grads(False)
     ctx.tables = len(inputs[13])
     cut = (*borders, *inputs[13]) if inputs[13] else ()
-    ctx.save_for_backward(*tensors, t_MHCC, a_MHCC, o_NHV, *cut)
+    ctx.save_for_backward(*tensors, t_MHCC, a_MHCC, *cut)
 
 
 def gradients(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     saved = ctx.saved_tensors
-    inputs, outputs, cut = saved[:12], saved[12:15], list(saved[15:])
+    inputs, squares, cut = saved[:12], saved[12:14], list(saved[14:])
     do_NHV, dfinal_SHVK = grads[:2]
     if do_NHV is None:
-        do_NHV = torch.zeros_like(outputs[-1])
+        do_NHV = torch.zeros_like(inputs[2])
     run: Any = kda_backward if plain(do_NHV, *inputs[:7]) else kda_backward_op
-    found = run(*inputs[:7], ctx.lower_bound, *inputs[7:], *outputs, do_NHV, dfinal_SHVK, cut)
+    found = run(*inputs[:7], ctx.lower_bound, *inputs[7:], *squares, do_NHV, dfinal_SHVK, cut)
     parameters = [g.to(x.dtype) for g, x in zip(found[5:7], inputs[5:7], strict=True)]
     dinitial_SHVK = found[7].to(inputs[-1].dtype) if inputs[-1] is not None else None
     return (*found[:5], *parameters, None, None, None, None, None, dinitial_SHVK, [None] * ctx.tables)
