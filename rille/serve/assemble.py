@@ -9,13 +9,13 @@ import torch
 from rille.model.checkpoint import load_model
 from rille.model.locate import find_checkpoint
 from rille.model.model import K3
-from rille.serve.config import EngineConfig
 from rille.serve.graphs import DecodeGraphs
 from rille.serve.limits import SchedulerConfig
 from rille.serve.paged import Pages, layout_of
 from rille.serve.prefix import PrefixCache
 from rille.serve.retention import Retention
 from rille.serve.scheduler import Scheduler
+from rille.serve.settings import EngineConfig
 from rille.serve.speculation import Drafter, MtpDrafter, NgramDrafter
 from rille.serve.tier import HostTier
 from rille.text.tokenizer import load_tokenizer

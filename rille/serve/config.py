@@ -1,4 +1,4 @@
-"""What `rille generate` and `rille chat` are asked for, and how an engine is set up. No torch here."""
+"""What `rille generate` and `rille chat` are asked for. No torch here."""
 
 from __future__ import annotations
 
@@ -88,82 +88,3 @@ class ChatConfig:
             raise ValueError(
                 f"max_new_tokens is {self.max_new_tokens} and max_rounds {self.max_rounds}; both must be at least 1"
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """How an engine (`rille.Engine`) uses its machine. Lengths are tokens."""
-
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Where the model runs."""
-
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    """Of the weights in memory and the arithmetic."""
-
-    memory_gib: float | None = None
-    """The pool of pages; by default 1 on a CPU and 80 % of what is free beside the weights on a GPU."""
-
-    num_pages: int | None = None
-    """The same in pages, instead of memory_gib."""
-
-    hash_unit: int = 512
-    """Prefixes are found again at multiples of this, itself a multiple of 64."""
-
-    checkpoint_interval: int = 32_768
-    """Keep the KDA state of a long prompt every so many tokens (a multiple of hash_unit, 0: never), besides where it
-    ends and where prompts part."""
-
-    host_gib: float = 0.0
-    """Pages that are evicted go to so much host memory and come back from there. Half of it is for sequences that are
-    set aside where preemption is offload."""
-
-    max_running: int = 64
-    """Sequences that run at once."""
-
-    max_queued: int = 1_024
-    """Sequences that may wait; more are refused (429)."""
-
-    token_budget: int = 2_048
-    """Tokens of one step, prompts and replies together."""
-
-    max_length: int = 1 << 20
-    """Tokens that one sequence may come to, prompt and reply."""
-
-    preemption: Literal["recompute", "offload"] = "recompute"
-    """What happens to sequences when memory is short: computed again later, or copied to host memory (host_gib)."""
-
-    drafter: Literal["none", "ngram", "mtp"] = "none"
-    """Guess tokens ahead: from what was read and written (ngram), or with the model's MTP layer."""
-
-    draft_length: int = 4
-    """The most tokens to guess in a step; how many it is follows from how many come true."""
-
-    adaptive_drafts: bool = True
-    """Choose the number of guesses in every step by what they gain, down to none."""
-
-    cuda_graphs: bool = True
-    """Record decoding steps on a GPU and replay them. Elsewhere, and with deterministic, there is nothing to record."""
-
-    deterministic: bool = False
-    """Every request is computed as if it were alone: the same bits whatever runs beside it and whatever is cached.
-    Slow; without a drafter."""
-
-    poison: bool = False
-    """Fill free memory with NaN between steps, to find what reads it. Slow."""
-
-    def __post_init__(self):
-        if self.hash_unit < 64 or self.hash_unit % 64:
-            raise ValueError(f"hash_unit is {self.hash_unit}; it must be a multiple of 64")
-        if self.deterministic and self.drafter != "none":
-            raise ValueError(f"deterministic goes without a drafter, but drafter is {self.drafter!r}; set it to none")
-        if self.preemption == "offload" and not self.host_gib:
-            raise ValueError("preemption 'offload' needs host memory: set host_gib above 0")
-        if self.draft_length < 1:
-            raise ValueError(f"draft_length is {self.draft_length}; it must be at least 1, or drafter none")
-        if self.num_pages is not None and self.memory_gib is not None:
-            raise ValueError(f"memory_gib is {self.memory_gib} and num_pages {self.num_pages}; give one of them")
-        for name in ("memory_gib", "num_pages"):
-            if (value := getattr(self, name)) is not None and value <= 0:
-                raise ValueError(f"{name} is {value}; it must be above 0")
-        if self.host_gib < 0:
-            raise ValueError(f"host_gib is {self.host_gib}; it must not be negative")

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from rille.model.model import K3
 from rille.serve.assemble import count_pages, load, model_stop_ids, new_drafter, new_graphs, new_scheduler
-from rille.serve.config import EngineConfig
 from rille.serve.drawing import draw_parts, experts_of
 from rille.serve.grammar import Vocabulary
 from rille.serve.handle import RequestHandle
@@ -36,6 +35,7 @@ from rille.serve.scheduler import Step
 from rille.serve.schema import Completion, EngineStats, Output, Refused, Request, SamplingParams, Unavailable
 from rille.serve.sequences import Part
 from rille.serve.sequences import Sequence as Choice
+from rille.serve.settings import EngineConfig
 from rille.serve.speculation import Draft, Drafter, DraftLength
 from rille.serve.totals import Totals
 from rille.text.vocabulary import Tokenizer

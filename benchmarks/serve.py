@@ -1,0 +1,176 @@
+"""The offline engine on one GPU: decoding alone and of many, a prompt sent again, conversations, drafts.
+
+    python benchmarks/serve.py [--preset nano] [--device cuda] [--out FOLDER]
+
+Random weights: what is measured is time, not text. The gate comes first: recorded steps against steps as they come, and
+the same tokens from a prompt that is cached. The floor of a step is one read of the weights that it needs (all experts
+that 64 rows can reach are all experts) at 4.27 TB/s, what a copy reaches on an H200. Conversations: each turn reads all
+before it, a few share a system prompt; `possible` is what token-exact longest prefixes without any limit would save.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from rille.model.model import K3, new_model
+from rille.model.presets import preset
+from rille.serve.engine import Engine
+from rille.serve.schema import Request, SamplingParams
+
+COPY = 4.27e12  # bytes a second
+
+
+def ids(count: int, words: int, seed: int = 0) -> list[int]:
+    draws = random.Random(seed)
+    return [draws.randrange(words) for _ in range(count)]
+
+
+def greedy(count: int, **rest) -> SamplingParams:
+    return SamplingParams(max_tokens=count, temperature=0, ignore_eos=True, **rest)
+
+
+def gate(model: K3, words: int, settings: dict[str, Any]) -> float:
+    """The largest difference of a log-probability between both kinds of steps, as far as the tokens agree."""
+    prompts = [ids(n, words, n) for n in (5, 64, 700, 130)]
+    engines = [Engine(model, **settings, cuda_graphs=on) for on in (False, True)]
+    eager, recorded = (engine.generate(prompts, greedy(12)) for engine in engines)
+    worst = 0.0
+    for (one,), (other,) in zip(eager, recorded, strict=True):
+        for a, b, p, q in zip(one.tokens, other.tokens, one.logprobs, other.logprobs, strict=True):
+            worst = max(worst, abs(p - q)) if a == b else worst
+            if a != b:
+                break
+    again = engines[1].generate(prompts, greedy(12))
+    cached = [one.usage.cached_tokens for (one,) in again]
+    if worst > 0.1 or cached != [(len(prompt) - 1) // 64 * 64 for prompt in prompts]:
+        raise SystemExit(f"gate: log-probabilities differ by {worst:.3f}, cached {cached}")
+    return worst
+
+
+def decode(engine: Engine, words: int, streams: int, count: int) -> dict[str, float]:
+    """Tokens a second of all streams together, from the time that all of them write."""
+    params = greedy(count)
+    engine.generate([ids(100, words, n) for n in range(streams)], greedy(8))  # compiles and records
+    handles = [engine.submit(Request(prompt=ids(100, words, 1000 + n), params=params)) for n in range(streams)]
+    while len(engine.scheduler.running) < streams or any(s.num_written < 2 for s in engine.scheduler.running):
+        engine.step()
+    before, began = engine.stats(), perf_counter()
+    while len(engine.scheduler.running) == streams:
+        engine.step()
+    seconds, after = perf_counter() - began, engine.stats()
+    for handle in handles:
+        list(handle)
+    steps, tokens = after.steps - before.steps, after.generated_tokens - before.generated_tokens
+    return {"tokens_s": tokens / seconds, "step_ms": 1e3 * seconds / steps, "steps": steps}
+
+
+def resend(engine: Engine, words: int, length: int) -> dict[str, float]:
+    """Seconds to the first token of a long prompt, at first, again, and again with one token more."""
+    prompt, result = ids(length, words, 5), {}
+    for name, sent in (("first", prompt), ("again", prompt), ("warm", prompt), ("longer", [*prompt, 1])):
+        began = perf_counter()
+        outputs = iter(engine.submit(Request(prompt=sent, params=greedy(2))))
+        next(outputs)
+        result[f"{name}_ms"] = 1e3 * (perf_counter() - began)
+        *_, last = outputs
+        result[f"{name}_computed"] = len(sent) - last.usage.cached_tokens
+    return result
+
+
+def conversations(engine: Engine, words: int, chats: int, turns: int, grows: int) -> dict[str, float]:
+    """Hit rate of growing conversations that share a system prompt, beside what was possible."""
+    system, histories = ids(1500, words, 1), {}
+    for chat in range(chats):
+        histories[chat] = system + ids(grows, words, 100 + chat)
+    possible = hits = total = 0
+    known: dict[int, int] = {}
+    before = engine.stats()
+    for turn in range(turns):
+        for chat, history in histories.items():
+            [[one]] = engine.generate([history], greedy(16))
+            possible += known.get(chat, len(system) if turn or chat else 0)
+            hits, total = hits + one.usage.cached_tokens, total + len(history)
+            known[chat] = len(history) + len(one.tokens)
+            histories[chat] = [*history, *one.tokens, *ids(grows, words, 7 * turn + chat)]
+    misses = {r: n - before.misses[r] for r, n in engine.stats().misses.items()}
+    return {"hit_rate": hits / total, "possible": possible / total, "of_possible": hits / possible, **misses}
+
+
+def drafts(model: K3, words: int, settings: dict[str, Any], count: int) -> dict[str, float]:
+    """Tokens a second with prompt lookup over tokens a second without, where the text repeats and where it does not."""
+    result = {}
+    for name, bias in (("repeats", dict.fromkeys((5,), 1000.0)), ("random", {})):
+        speeds = []
+        for drafter in ("none", "ngram"):
+            engine = Engine(model, **settings, drafter=drafter)
+            params = SamplingParams(max_tokens=count, temperature=1.0, seed=1, logit_bias=bias, ignore_eos=True)
+            for _ in range(2):
+                began = perf_counter()
+                engine.generate([ids(100, words, 3)], params)
+                seconds = perf_counter() - began
+            speeds.append(count / seconds)
+        result[f"{name}_over_plain"] = speeds[1] / speeds[0]
+    return result
+
+
+def floor_ms(model: K3, streams: int) -> float:
+    """Milliseconds to read what a step of so many rows needs of the weights."""
+    c = model.config
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    experts = sum(
+        b.ffn.experts.w13.nbytes + b.ffn.experts.w2.nbytes for b in model.blocks() if hasattr(b.ffn, "experts")
+    )
+    reached = 1 - (1 - c.active_experts / c.num_experts) ** streams
+    embedding = 0 if c.tied_embeddings else model.embed.nbytes
+    return 1e3 * (total - embedding - experts * (1 - reached)) / COPY
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    on_gpu = arguments.device == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    model = new_model(preset(arguments.preset), dtype=dtype, device=arguments.device, seed=0)
+    words = model.config.vocab_size
+    settings = dict(memory_gib=20 if on_gpu else 1, hash_unit=64, max_running=64, token_budget=8192)
+    small = dict(num_pages=200, hash_unit=64)
+    result: dict[str, Any] = {"device": torch.cuda.get_device_name() if on_gpu else "cpu", "torch": torch.__version__}
+    result["gate_logprob"] = gate(model, words, small)
+    print("gate passed", flush=True)
+    engine = Engine(model, **settings)
+    for streams in arguments.streams:
+        found = decode(engine, words, streams, arguments.tokens)
+        result[f"decode_{streams}"] = found | {"floor_ms": floor_ms(model, streams)}
+        print(f"{streams} streams: {result[f'decode_{streams}']}", flush=True)
+    result["resend"] = resend(engine, words, arguments.prompt)
+    print(result["resend"], flush=True)
+    result["conversations"] = conversations(engine, words, arguments.chats, 8, 600)
+    print(result["conversations"], flush=True)
+    result["drafts"] = drafts(model, words, small, arguments.tokens)
+    print(result["drafts"], flush=True)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--preset", default="nano")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 64])
+    parser.add_argument("--tokens", type=int, default=300)
+    parser.add_argument("--prompt", type=int, default=65_536)
+    parser.add_argument("--chats", type=int, default=8)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    result = measure(arguments)
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        (arguments.out / "serve.json").write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
