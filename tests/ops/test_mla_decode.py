@@ -164,11 +164,10 @@ def test_history_is_read_on_the_device() -> None:
 def test_op_is_registered_whole() -> None:
     batch = Batch([1, 1], [3, 5])
     ((tokens, members),) = launch.classes(batch.packing)
-    out = torch.zeros(2, 3, 32, device=DEVICE)
     p, cache = launch.plan(3, tokens, 128, False), batch.cache
     arguments = (
-        batch.q, cache.pool, None, cache.table.clamp_min(0), batch.packing.starts, batch.packing.history, members, out,
-        tokens, 0.2, *p,
+        batch.q, cache.pool, None, cache.table.clamp_min(0), batch.packing.starts, batch.packing.history, [members],
+        [tokens], [int(n) for n in p], 32, 0.2,
     )  # fmt: skip
     cache.pool.nan_to_num_(0.0)  # the check compares arguments before and after, and NaN is not equal to itself
     torch.library.opcheck(launch.latent_op, arguments, test_utils=("test_schema", "test_faketensor"))

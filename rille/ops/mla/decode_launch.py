@@ -68,15 +68,14 @@ def unsupported(q_NHR: Tensor, cache: LatentCache, value_width: int, scale: floa
 
 
 def latent_attention(q_NHR: Tensor, cache: LatentCache, packing: Packing, scale: float, value_width: int) -> Tensor:
-    N, H, _ = q_NHR.shape
-    out_NHV = torch.empty(N, H, value_width, dtype=torch.float32, device=q_NHR.device)
-    for tokens, members in classes(packing):
-        p = plan(H, tokens, cache.table.shape[1] * cache.page_rows, cache.scales is not None)
-        latent_op(
-            q_NHR, cache.pool, cache.scales, cache.table, packing.starts, packing.history, members, out_NHV, tokens,
-            scale, *p,
-        )  # fmt: skip
-    return out_NHV
+    H, room = q_NHR.shape[1], cache.table.shape[1] * cache.page_rows
+    tokens, members, plans = [], [], []
+    for most, sequences in classes(packing):
+        tokens.append(most)
+        members.append(sequences)
+        plans.extend(int(number) for number in plan(H, most, room, cache.scales is not None))
+    batch = (packing.starts, packing.history, members, tokens, plans)
+    return latent_op(q_NHR, cache.pool, cache.scales, cache.table, *batch, value_width, scale)
 
 
 def classes(packing: Packing) -> list[tuple[int, Tensor]]:
@@ -95,13 +94,33 @@ def classes(packing: Packing) -> list[tuple[int, Tensor]]:
     return packing.derived[name]
 
 
-@torch.library.custom_op("rille::latent_attention", mutates_args=("out",))
+@torch.library.custom_op("rille::latent_attention", mutates_args=())
 def latent_op(
+    q: Tensor, pool: Tensor, scales: Tensor | None, table: Tensor, starts: Tensor, history: Tensor,
+    members: list[Tensor], tokens: list[int], plans: list[int], value_width: int, scale: float,
+) -> Tensor:  # fmt: skip
+    """[N, H, value_width]. members, tokens: sequences of each class, and the most new tokens that one has; plans: the
+    numbers of a `Plan` for each class."""
+    out = torch.empty(*q.shape[:2], value_width, dtype=torch.float32, device=q.device)
+    for sequences, most, first in zip(members, tokens, range(0, len(plans), len(Plan._fields)), strict=True):
+        rows, split, few, *launched = plans[first : first + len(Plan._fields)]
+        p = Plan(rows, split, bool(few), *launched)
+        _one_class(q.contiguous(), pool, scales, table, starts, history, sequences, out, most, scale, p)
+    return out
+
+
+@latent_op.register_fake
+def _(q, pool, scales, table, starts, history, members, tokens, plans, value_width, scale):
+    return q.new_empty(*q.shape[:2], value_width, dtype=torch.float32)
+
+
+def _one_class(
     q: Tensor, pool: Tensor, scales: Tensor | None, table: Tensor, starts: Tensor, history: Tensor, members: Tensor,
-    out: Tensor, tokens: int, scale: float, ROWS: int, SPLIT: int, FEW: bool, warps: int, stages: int,
+    out: Tensor, tokens: int, scale: float, p: Plan,
 ) -> None:  # fmt: skip
     """The rows of out [N, H, V] that belong to the members, each with up to `tokens` new tokens."""
     (N, H, R), V, (pages, page_rows, _) = q.shape, out.shape[2], pool.shape
+    ROWS, SPLIT, FEW, warps, stages = p
     splits = -(-table.shape[1] * page_rows // SPLIT)
     tiles, most_rows, count = -(-H * tokens // ROWS), H * tokens, members.shape[0]
     if not (N and H and splits):
@@ -110,7 +129,7 @@ def latent_op(
     if splits > 1:
         o = torch.empty(count, splits, most_rows, V, dtype=torch.float32, device=q.device)
         lse = torch.empty(count, splits, most_rows, dtype=torch.float32, device=q.device)
-    q, A, B = q.contiguous(), cover(V), cover(R - V) if R > V else 0
+    A, B = cover(V), cover(R - V) if R > V else 0
     bounds = (table.shape[1], H, tiles, splits, most_rows, scale * LOG2E)
     lists = (table.contiguous(), starts, history, members, o, lse)
     grid = (tiles * splits, count)
@@ -172,10 +191,3 @@ def described(x: Tensor, first: int, channels: int, rows: int, width: int) -> Te
     """Some channels of [pages, rows, R], in blocks of `rows` rows of one page."""
     part = x[..., first : first + channels]
     return TensorDescriptor(part, list(part.shape), list(part.stride()), [1, rows, width])
-
-
-@latent_op.register_fake
-def _(
-    q, pool, scales, table, starts, history, members, out, tokens, scale, ROWS, SPLIT, FEW, warps, stages
-) -> None:  # fmt: skip
-    return None
