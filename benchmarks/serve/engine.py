@@ -1,6 +1,6 @@
 """The offline engine on one GPU: decoding alone and of many, a prompt sent again, conversations, drafts.
 
-    python benchmarks/serve.py [--preset nano] [--device cuda] [--out FOLDER]
+    python benchmarks/serve/engine.py [--preset nano] [--device cuda] [--out FOLDER]
 
 Random weights: what is measured is time, not text. The gate comes first: recorded steps against steps as they come, and
 the same tokens from a prompt that is cached. The floor of a step is one read of the weights that it needs (all experts
