@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from rille.model.allocate import Allocate
-from rille.ops.attn_res import attn_res
+from rille.ops.attn_res import attn_res, attn_res_site
+from rille.ops.norm import add_rms_norm, rms_norm
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,9 +57,43 @@ class Mix(nn.Module):
             return depth.sum
         return attn_res([*depth.blocks, depth.sum], self.query, self.gain, self.eps)
 
+    def normed(self, depth: Depth, output: Tensor | None, norm_gain: Tensor, eps: float) -> tuple[Tensor, Depth]:
+        """`add` the output, read the mixture, norm it, in one pass: (input of the sub-layer [N, D], depth)."""
+        if not depth.blocks or eps != self.eps:
+            return normed(self, depth, output, norm_gain, eps)
+        depth, output = fitting(depth, output)
+        sources = [*depth.blocks, depth.sum]
+        x_ND, sum_ND = attn_res_site(sources, output, self.query, self.gain, norm_gain, eps)
+        return x_ND, Depth(sum_ND, depth.blocks)
+
 
 class Plain(nn.Module):
     """The site of a standard residual stream: reads the running sum."""
 
     def forward(self, depth: Depth) -> Tensor:
         return depth.sum
+
+    def normed(self, depth: Depth, output: Tensor | None, norm_gain: Tensor, eps: float) -> tuple[Tensor, Depth]:
+        """As `Mix.normed`."""
+        return normed(self, depth, output, norm_gain, eps)
+
+
+def fitting(depth: Depth, output: Tensor | None) -> tuple[Depth, Tensor | None]:
+    """The output is added here where no kernel can: to nothing, or to a sum of another dtype."""
+    if output is not None and (depth.partial is None or depth.partial.dtype != output.dtype):
+        return depth.add(output), None
+    return depth, output
+
+
+def normed(
+    site: Mix | Plain, depth: Depth, output: Tensor | None, norm_gain: Tensor, eps: float
+) -> tuple[Tensor, Depth]:
+    """Sum and norm in one pass where the site reads the sum alone."""
+    depth, output = fitting(depth, output)
+    if output is None:
+        return rms_norm(site(depth), norm_gain, eps), depth
+    if isinstance(site, Plain) or not depth.blocks:
+        x_ND, sum_ND = add_rms_norm(depth.sum, output, norm_gain, eps)
+        return x_ND, Depth(sum_ND, depth.blocks)
+    depth = depth.add(output)
+    return rms_norm(site(depth), norm_gain, eps), depth

@@ -2,7 +2,8 @@
 
     x = Mix(depth);  p += Attention(RMSNorm(x));      x = Mix(depth);  p += FFN(RMSNorm(x))
 
-With standard residuals the mixture is p itself.
+With standard residuals the mixture is p itself. Where nobody taps the tensors in between, sum, mixture and norm are one
+pass.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from torch import Tensor, nn
 from rille.model.allocate import Allocate
 from rille.model.attn_res import Depth, Mix, Plain
 from rille.model.config import K3Config
-from rille.model.context import Context
+from rille.model.context import Context, no_tap
 from rille.model.kda import KDA
 from rille.model.mla import MLA
 from rille.model.moe import DenseGLU, LatentMoE
 from rille.ops.norm import rms_norm
 
 
-def site(c: K3Config, new: Allocate) -> nn.Module:
+def site(c: K3Config, new: Allocate) -> Mix | Plain:
     return Mix(new, c.hidden_size, c.norm_eps) if c.attends_depth else Plain()
 
 
@@ -38,6 +39,20 @@ class Block(nn.Module):
         self.ffn = DenseGLU(c, c.dense_width, new) if c.is_dense(layer) else LatentMoE(c, layer, new)
 
     def forward(self, depth: Depth, ctx: Context) -> Depth:
+        return self.untapped(depth, ctx) if ctx.tap is no_tap else self.tapped(depth, ctx)
+
+    def untapped(self, depth: Depth, ctx: Context) -> Depth:
+        x_ND, depth = self.attn_mix.normed(depth, None, self.attn_norm, self.eps)
+        if self.opens_block or self.keeps_every_output:
+            depth = depth.close()  # after the mixture was read
+        output_ND = self.attn(x_ND, ctx)
+        x_ND, depth = self.ffn_mix.normed(depth, output_ND, self.ffn_norm, self.eps)
+        if self.keeps_every_output:
+            depth = depth.close()
+        return depth.add(self.ffn(x_ND, ctx))
+
+    def tapped(self, depth: Depth, ctx: Context) -> Depth:
+        """The same with every tensor on its own."""
         x_ND = ctx.tap(f"layers.{self.layer}.attn_mix", self.attn_mix(depth))
         if self.opens_block or self.keeps_every_output:
             depth = depth.close()  # after the mixture was read
