@@ -39,6 +39,11 @@ def as_device(device: torch.device | str) -> torch.device:
     return found
 
 
+def moved(x: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on `device`. To a GPU it goes from pinned memory, in the stream's order: the host does not wait."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
 def _whole(values: Sequence[int], name: str) -> tuple[int, ...]:
     try:
         return tuple(map(index, values))
@@ -101,7 +106,7 @@ class Packing:
         device = as_device(device) if not isinstance(device, torch.device) else device
         starts = torch.from_numpy(np.cumsum((0, *lengths), dtype=np.int32))
         history = torch.tensor(consumed, dtype=torch.int32)
-        return cls(lengths, consumed, starts.to(device), history.to(device))
+        return cls(lengths, consumed, moved(starts, device), moved(history, device))
 
     @property
     def num_sequences(self) -> int:
@@ -123,19 +128,19 @@ class Packing:
     def sequence_of(self) -> Tensor:
         """int64 [N]: the sequence that each token belongs to."""
         sequences = np.repeat(np.arange(self.num_sequences), self.lengths)
-        return torch.from_numpy(sequences.astype(np.int64)).to(self.device)
+        return moved(torch.from_numpy(sequences.astype(np.int64)), self.device)
 
     @cached_property
     def positions(self) -> Tensor:
         """int64 [N]: the place of each token in its whole sequence, consumed tokens counted."""
         offsets = [np.arange(before, before + n) for n, before in zip(self.lengths, self.consumed, strict=True)]
-        return torch.from_numpy(np.concatenate([*offsets, np.empty(0)]).astype(np.int64)).to(self.device)
+        return moved(torch.from_numpy(np.concatenate([*offsets, np.empty(0)]).astype(np.int64)), self.device)
 
     @cached_property
     def longest_first(self) -> Tensor:
         """int32 [S]: the sequences by falling length, the order in which a kernel best starts on them."""
         order = np.argsort(-np.array(self.lengths, dtype=np.int64), kind="stable").astype(np.int32)
-        return torch.from_numpy(order).to(self.device)
+        return moved(torch.from_numpy(order), self.device)
 
     def chunks(self, size: int) -> ChunkMap:
         """The chunk map for chunks of `size` rows, at least 1; built once, then remembered."""
@@ -156,5 +161,5 @@ class Packing:
         rows_MC = np.where(mask_MC, starts[sequence][:, None] + inside_MC, 0)
         spans_M2 = np.stack([rows_MC[:, 0], mask_MC.sum(1)], 1).astype(np.int32)
         arrays = (rows_MC, mask_MC, sequence, order, first, spans_M2)
-        rows, mask, in_sequence, place, firsts, spans = (torch.from_numpy(a).to(self.device) for a in arrays)
+        rows, mask, in_sequence, place, firsts, spans = (moved(torch.from_numpy(a), self.device) for a in arrays)
         return ChunkMap(size, rows, mask, in_sequence, place, firsts, per_sequence, spans)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -69,4 +68,5 @@ def open_built(config: DataConfig, note: Callable[[str], None] = print) -> Corpu
         f"{len(held.tokens) - 1:,} held out ({len(held.boundaries) - 1:,} documents)"
     )
     held_out = TokenText(held.tokens, held.boundaries, byte_lengths)
-    return Corpus(Path(config.path), tokenizer, BuiltText(dataset, byte_lengths), held_out)
+    text = BuiltText(dataset, byte_lengths)
+    return Corpus(dataset.directory, tokenizer, text, held_out, tuple(dataset.domains), dataset.held_out_domains())

@@ -89,12 +89,17 @@ class TokenText:
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """A run's text, encoded; the tokens are memory-mapped from the directory."""
+    """A run's text, encoded; the tokens are memory-mapped from the directory.
+
+    domains: their names, none where the text has only one. held_out_domains: [documents] the number of each one's.
+    """
 
     directory: Path
     tokenizer: Tokenizer
     train: TokenText | BuiltText
     held_out: TokenText
+    domains: tuple[str, ...] = ()
+    held_out_domains: np.ndarray | None = None
 
 
 def prepare_corpus(

@@ -11,7 +11,7 @@ once an epoch, wherever the cuts fall.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,12 +23,13 @@ class Batch:
     """Sequences end to end: `lengths` sum to N.
 
     tokens, targets: int64 [N] on the host. targets[i] is the token that follows tokens[i] in its document; -100 means
-    none (the loss ignores it).
+    none (the loss ignores it). domains: of each sequence, its number in the text's list of domains; () without one.
     """
 
     tokens: Tensor
     targets: Tensor
     lengths: tuple[int, ...]
+    domains: tuple[int, ...] = ()
 
 
 class Loader:
@@ -109,9 +110,16 @@ class Loader:
 
 
 def held_out_batches(
-    tokens: np.ndarray, boundaries: np.ndarray, batch_tokens: int, sequence_length: int
+    tokens: np.ndarray,
+    boundaries: np.ndarray,
+    batch_tokens: int,
+    sequence_length: int,
+    domains: np.ndarray | None = None,
 ) -> Iterator[Batch]:
-    """Every position once, in order: batches of `batch_tokens`, the last one shorter. Arguments as in `Loader`."""
+    """Every position once, in order: batches of `batch_tokens`, the last one shorter. Arguments as in `Loader`.
+
+    domains: [documents] the number of each one's domain, where the batches are to name them.
+    """
     spans, room = [], batch_tokens
     for start, length in zip(*_pieces(tokens, boundaries, batch_tokens, sequence_length), strict=True):
         start, length = int(start), int(length)
@@ -120,10 +128,18 @@ def held_out_batches(
             spans.append((start, taken))
             start, length, room = start + taken, length - taken, room - taken
             if not room:
-                yield _gather(tokens, spans)
+                yield _labelled(_gather(tokens, spans), spans, boundaries, domains)
                 spans, room = [], batch_tokens
     if spans:
-        yield _gather(tokens, spans)
+        yield _labelled(_gather(tokens, spans), spans, boundaries, domains)
+
+
+def _labelled(batch: Batch, spans: list[tuple[int, int]], boundaries: np.ndarray, domains: np.ndarray | None) -> Batch:
+    """The batch with the domains of its spans."""
+    if domains is None:
+        return batch
+    documents = np.searchsorted(boundaries, [start for start, _ in spans], side="right") - 1
+    return replace(batch, domains=tuple(domains[documents].tolist()))
 
 
 def _pieces(

@@ -51,6 +51,7 @@ class MixedLoader:
         dataset = dataset if isinstance(dataset, Dataset) else Dataset(dataset)
         self._streams = dataset.streams(sequence_length)
         self._sizes = [stream.size for stream in self._streams]
+        self._domains = [dataset.domains.index(stream.domain) for stream in self._streams]
         self._mixture = dataset.mixture if mixture is None else mixture
         self._rank, self._ranks = rank, ranks
         self._draws = draws_a_pass(self._sizes, self._mixture)
@@ -162,4 +163,5 @@ class MixedLoader:
         parts = [self._streams[stream].read(shard, start, length) for stream, shard, start, length in spans]
         inputs = np.concatenate([part[:-1] for part in parts]).astype(np.int64)
         targets = np.concatenate([part[1:] for part in parts]).astype(np.int64)
-        return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), tuple(span[3] for span in spans))
+        domains = tuple(self._domains[stream] for stream, *_ in spans)
+        return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), tuple(span[3] for span in spans), domains)

@@ -11,7 +11,6 @@ older rule, for comparison.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -73,11 +72,10 @@ def histogram_bias(histogram_EB: Tensor, bias_E: Tensor, active: int) -> Tensor:
     The first bin whose cumulative count reaches ceil(q) holds the quantile; linear interpolation inside it.
     """
     experts, bins = histogram_EB.shape
-    tokens = int(histogram_EB[0].sum())
     low, width = bin_range(bias_E, bins)
-    quota = tokens * active / experts
+    quota = histogram_EB[0].sum().double() * active / experts  # on the device: nothing waits for it
     cumulative_EB = histogram_EB.cumsum(1)
-    bin_E1 = (cumulative_EB < math.ceil(quota)).sum(1, keepdim=True).clamp_(max=bins - 1)
+    bin_E1 = (cumulative_EB < quota.ceil()).sum(1, keepdim=True).clamp_(max=bins - 1)
     inside_E1 = histogram_EB.gather(1, bin_E1)
     before_E1 = cumulative_EB.gather(1, bin_E1) - inside_E1
     fraction_E1 = ((quota - before_E1) / inside_E1.clamp(min=1)).clamp(0, 1)

@@ -17,26 +17,28 @@ def tiny() -> TrainConfig:
 
 def nano() -> TrainConfig:
     """1.0 B parameters, 77 M active: hours on one GPU."""
-    return _one_gpu("nano")
+    return _one_gpu("nano", lr=2e-3)
 
 
 def nano_160k() -> TrainConfig:
     """As nano with a vocabulary of 163,840, for comparisons."""
-    return _one_gpu("nano-160k")
+    return _one_gpu("nano-160k", lr=2e-3)
 
 
 def mini() -> TrainConfig:
     """3.1 B parameters, 295 M active: a day on one GPU."""
-    return _one_gpu("mini")
+    return _one_gpu("mini", lr=1e-3)
 
 
-def _one_gpu(name: str) -> TrainConfig:
+def _one_gpu(name: str, lr: float) -> TrainConfig:
+    """Steps of 131,072 tokens in bf16, matrices by Per-Head Muon."""
     model = preset(name)
     return TrainConfig(
         model=model,
         out=f"runs/{name}",
         steps=10_000,
         device="cuda",
+        dtype="bfloat16",
         accumulate=4,
         eval_every=250,
         eval_tokens=262_144,
@@ -48,7 +50,7 @@ def _one_gpu(name: str) -> TrainConfig:
             sequence_length=4096,
             batch_tokens=32_768,
         ),
-        optim=OptimConfig(lr=6e-4, warmup_fraction=0.02),
+        optim=OptimConfig(rule="muon", lr=lr, warmup_fraction=0.02),
     )
 
 

@@ -1,7 +1,7 @@
 """Checkpoints of a run: an official checkpoint that anything can load, and beside it what training needs to continue.
 
     step-000200/    config.json, shards, index (bf16), tokenizer.json        the official layout
-                    training/state.safetensors    weights and optimiser state in fp32, random state
+                    training/state.safetensors    weights (fp32 masters of bf16 ones) and optimiser state, random state
                     training/state.json           step, place in the data, settings
 
 A directory appears whole or not at all (`publishing`). Continuing from it gives the losses, bit for bit on a CPU, that
@@ -25,6 +25,7 @@ from rille.model.checkpoint import save_model
 from rille.model.locate import checkpoint_name, step_checkpoints
 from rille.model.publish import publishing
 from rille.model.shards import Pending, save_shard, shorten
+from rille.optim.masters import Masters
 from rille.train.config import check_resumable, settings
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def restore(run: Run, path: Path) -> None:
     numbers = read_numbers(path)
     check_resumable(numbers["settings"], settings(run.config), str(path))
     tensors = read_tensors(path)
-    wanted = {f"model.{name}": parameter.shape for name, parameter in run.model.named_parameters()}
+    wanted = {f"model.{name}": weight.shape for name, weight in _weights(run).items()}
     wanted["random"] = torch.get_rng_state().shape
     if wrong := [name for name, shape in wanted.items() if name not in tensors or tensors[name].shape != shape]:
         raise damaged(path / TENSORS, path, f"absent or of another shape: {shorten(wrong)}")
@@ -66,7 +67,7 @@ def restore(run: Run, path: Path) -> None:
         for name, parameter in run.model.named_parameters():
             parameter.copy_(tensors[f"model.{name}"])
     run.model.prepare()
-    _restore_optimizer(run.optimizer, tensors)
+    _restore_optimizer(run, tensors)
     torch.set_rng_state(tensors["random"])
     run.loader.restore(numbers["loader"])
     run.step = numbers["step"]
@@ -109,12 +110,19 @@ def remove_unfinished(out: Path) -> None:
 
 
 def _tensors(run: Run) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in run.model.named_parameters():
-        yield f"model.{name}", parameter.detach().contiguous()
+    for name, weight in _weights(run).items():
+        yield f"model.{name}", weight.detach().contiguous()
     for name, values in _optimizer_states(run.optimizer):
         for key, value in values.items():
             yield f"optimizer.{name}.{key}", value.contiguous()
     yield "random", torch.get_rng_state()
+
+
+def _weights(run: Run) -> dict[str, Tensor]:
+    """What the optimiser moves: each parameter by name, or the fp32 master that it is the rounding of."""
+    pairs = run.optimizer.pairs if isinstance(run.optimizer, Masters) else ()
+    masters = {id(held): master for held, master in pairs}
+    return {name: masters.get(id(parameter), parameter) for name, parameter in run.model.named_parameters()}
 
 
 def _optimizer_states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -124,11 +132,19 @@ def _optimizer_states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, d
             yield name, optimizer.state[parameter]
 
 
-def _restore_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    state_dict = optimizer.state_dict()
+def _restore_optimizer(run: Run, tensors: dict[str, Tensor]) -> None:
+    states: dict[str, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        if key.startswith("optimizer."):
+            name, _, entry = key.removeprefix("optimizer.").rpartition(".")
+            states.setdefault(name, {})[entry] = value.to(
+                run.model.device
+            )  # counts of steps too: rules read them there
+    state_dict = run.optimizer.state_dict()
     for group in state_dict["param_groups"]:
         for name, index in zip(group["param_names"], group["params"], strict=True):
-            prefix = f"optimizer.{name}."
-            state = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-            state_dict["state"][index] = state
-    optimizer.load_state_dict(state_dict)
+            state_dict["state"][index] = states.get(name, {})
+    if isinstance(run.optimizer, Masters):
+        names = {id(parameter): name for name, parameter in run.model.named_parameters()}
+        state_dict["masters"] = [tensors[f"model.{names[id(held)]}"] for held, _ in run.optimizer.pairs]
+    run.optimizer.load_state_dict(state_dict)

@@ -15,7 +15,17 @@ from rille.model.vision_config import VisionConfig
 from rille.optim.config import OptimConfig
 
 # What may change when a run is resumed; everything else decides the numbers.
-FREE_ON_RESUME = ("out", "steps", "resume", "device", "eval_every", "eval_tokens", "checkpoint_every", "keep")
+FREE_ON_RESUME = (
+    "out",
+    "steps",
+    "resume",
+    "max_minutes",
+    "device",
+    "eval_every",
+    "eval_tokens",
+    "checkpoint_every",
+    "keep",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +44,14 @@ class TrainConfig:
     seed: int = 0
     """Of the initial weights; data.seed orders the text."""
 
+    max_minutes: float | None = None
+    """Stop in good order after so many minutes of steps, saved; --resume goes on. None: go to the last step."""
+
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where the model is trained, in fp32."""
+    """Where the model is trained."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights, activations and gradients; bfloat16 weights are roundings of fp32 ones that the optimiser moves."""
 
     accumulate: int = 1
     """Batches whose gradients are summed for one update."""
@@ -63,6 +79,8 @@ class TrainConfig:
         for name in ("steps", "accumulate", "eval_every", "eval_tokens", "checkpoint_every", "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.max_minutes is not None and not self.max_minutes > 0:
+            raise ValueError(f"max_minutes is {self.max_minutes}; it must be above 0, or none")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed}; it must be at least 0 and below 2^63")
         self._check_mtp()

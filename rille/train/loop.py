@@ -3,7 +3,8 @@
     g = (1 / targets) sum over batches of d loss / d x        loss: sums of -log p(target), see `losses.py`
     x = optimiser(x, clip(g)),   then each router's bias from the step's loads (Quantile Balancing)
 
-`pretrain.py` sets a run up; whatever may be swapped is a field of `Run`.
+The host runs ahead of the device and waits for it once a step, for the numbers that decide whether the update is made
+and that go to the loggers. `pretrain.py` sets a run up; whatever may be swapped is a field of `Run`.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from dataclasses import dataclass, field
 from math import isfinite
 from time import perf_counter
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rille.data.loader import Batch, Loader
 from rille.data.mixed_loader import MixedLoader
-from rille.model.balance import Counts, load_violation, update_biases
+from rille.model.balance import Counts, update_biases
 from rille.model.mla import MLA
 from rille.model.model import K3
 from rille.optim.adamw import set_learning_rate
@@ -28,14 +30,15 @@ from rille.optim.schedules import learning_rate
 from rille.text.tokenizer import Tokenizer
 from rille.train.checkpoint import save_checkpoint
 from rille.train.config import TrainConfig
-from rille.train.losses import all_losses, mean_loss, weighted
+from rille.train.losses import all_losses, count_targets, domain_sums, domain_targets, mean_losses, weighted
 from rille.train.metrics import Logger
+from rille.train.readings import expert_loads, fetch
 from rille.train.stopping import Diverged, Interrupted, Stop
 
 
 @dataclass(eq=False)
 class Run:
-    """A run between two steps. `step` counts finished updates."""
+    """A run between two steps. `step` counts finished updates; domains: the names of those of its text."""
 
     config: TrainConfig
     model: K3
@@ -43,6 +46,7 @@ class Run:
     loader: Loader | MixedLoader
     held_out: Callable[[], Sequence[Batch]]
     tokenizer: Tokenizer
+    domains: tuple[str, ...] = ()
     loggers: Sequence[Logger] = ()
     stop: Stop = field(default_factory=Stop)
     step: int = 0
@@ -52,24 +56,27 @@ class Run:
 class Work:
     """What one step has computed so far. loss: the sum over targets, after `reduce` the mean.
 
-    mtp_loss, mtp_targets: the same of all MTP layers together.
+    mtp_loss, mtp_targets: the same of all MTP layers together. by_domain, domain_targets: [domains]. values: what the
+    loggers get, known when the device has been waited for.
     """
 
     started: float
     loss: Tensor
-    targets: int
     counts: Counts
     mtp_loss: Tensor
-    mtp_targets: int = 0
+    mtp_targets: Tensor
+    by_domain: Tensor
+    domain_targets: np.ndarray
+    targets: int = 0
     learning_rate: float = 0.0
-    gradient_norm: float = 0.0
+    values: dict[str, float] = field(default_factory=dict)
 
 
 def train(run: Run) -> None:
     """Advance a run to its last step.
 
-    Raises Interrupted after the step in which a signal came, with a checkpoint saved, and Diverged for a loss or
-    gradient that is not finite, before it reaches the weights.
+    Raises Interrupted after the step in which a signal came or its time was over, with a checkpoint saved, and Diverged
+    for a loss or gradient that is not finite, before it reaches the weights.
     """
     while run.step < run.config.steps:
         batches = next_batches(run)
@@ -87,33 +94,42 @@ def next_batches(run: Run) -> list[Batch]:
 
 def forward_backward(run: Run, batches: list[Batch]) -> Work:
     """Gradients of the summed loss, added up over the batches."""
-    counts = Counts(attention=run.config.optim.qk_clip is not None)
-    none = torch.zeros((), device=run.model.device)
-    work = Work(perf_counter(), none.clone(), 0, counts, none.clone())
+    work = new_work(run)
     for batch in batches:
         next_token, *further = losses = all_losses(run.model, batch, work.counts)
         weighted(losses, run.config.mtp_weight).backward()
         work.loss += next_token.loss_sum.detach()
-        work.targets += int(next_token.count)
+        work.targets += count_targets(batch)
         for loss in further:
             work.mtp_loss += loss.loss_sum.detach()
-            work.mtp_targets += int(loss.count)
+            work.mtp_targets += loss.count
+        if run.domains:
+            work.by_domain += domain_sums(next_token.log_probs, batch, len(run.domains))
+            work.domain_targets += domain_targets(batch, len(run.domains))
     return work
+
+
+def new_work(run: Run) -> Work:
+    """Nothing computed yet."""
+    domains, device = len(run.domains), run.model.device
+    none, none_G = torch.zeros((), device=device), torch.zeros(domains, device=device)
+    counts = Counts(attention=run.config.optim.qk_clip is not None)
+    return Work(perf_counter(), none, counts, none.clone(), none.clone(), none_G, np.zeros(domains, dtype=np.int64))
 
 
 def reduce(run: Run, work: Work) -> None:
     """Sums become means over all targets of the step. (Sums over devices belong here too: there is one.)"""
     work.loss /= work.targets
-    work.mtp_loss /= max(work.mtp_targets, 1)
-    for parameter in run.model.parameters():
-        if parameter.grad is not None:
-            parameter.grad /= work.targets
+    work.mtp_loss /= work.mtp_targets.clamp(min=1)
+    gradients = [parameter.grad for parameter in run.model.parameters() if parameter.grad is not None]
+    torch._foreach_div_(gradients, work.targets)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def update(run: Run, work: Work) -> None:
     """Clip, set the learning rate, step, limit attention logits, balance the experts."""
     config, balance = run.config, run.config.model.balance
-    work.gradient_norm = float(clip_gradients(run.model.parameters(), config.optim.clip))
+    norm = clip_gradients(run.model.parameters(), config.optim.clip)
+    work.values = measured(run, work, norm)
     check_finite(run, work)
     work.learning_rate = learning_rate(run.step, config.steps, config.optim)
     set_learning_rate(run.optimizer, work.learning_rate)
@@ -133,37 +149,44 @@ def clip_logits(model: K3, counts: Counts, threshold: float) -> None:
             qk_clip(layer.query, layer.kv_up, counts.largest[layer.layer], layer.key_dim, threshold)
 
 
+def measured(run: Run, work: Work, gradient_norm: Tensor) -> dict[str, float]:
+    """The numbers of a step. Here the host waits for the device."""
+    wanted = {"loss": work.loss, "gradient_norm": gradient_norm}
+    if run.model.mtp is not None:
+        wanted["mtp_loss"] = work.mtp_loss
+    if work.counts.largest:
+        wanted["largest_attention_logit"] = torch.stack([x_H.max() for x_H in work.counts.largest.values()]).max()
+    seen = [number for number, count in enumerate(work.domain_targets.tolist()) if count]
+    wanted |= {f"loss/{run.domains[n]}": work.by_domain[n] / int(work.domain_targets[n]) for n in seen}
+    return fetch(wanted | expert_loads(work.counts))
+
+
 def check_finite(run: Run, work: Work) -> None:
-    if not (isfinite(float(work.loss)) and isfinite(work.gradient_norm)):
+    loss, norm = work.values["loss"], work.values["gradient_norm"]
+    if not (isfinite(loss) and isfinite(norm)):
         raise Diverged(
-            f"step {run.step + 1}: loss {float(work.loss)}, gradient norm {work.gradient_norm}; the weights were not "
-            f"touched, earlier checkpoints are whole. Lower optim.lr (now {run.config.optim.lr}) or optim.clip"
+            f"step {run.step + 1}: loss {loss}, gradient norm {norm}; the weights were not touched, earlier "
+            f"checkpoints are whole. Lower optim.lr (now {run.config.optim.lr}) or optim.clip"
         )
 
 
 def log(run: Run, work: Work) -> None:
     """Give the numbers of the step to every logger."""
-    values = {
-        "loss": float(work.loss),
+    values = work.values | {
         "tokens_per_second": work.targets / (perf_counter() - work.started),
         "learning_rate": work.learning_rate,
-        "gradient_norm": work.gradient_norm,
-        "expert_load_violation": max((load_violation(load_E) for load_E in work.counts.load.values()), default=0.0),
     }
-    if work.mtp_targets:
-        values["mtp_loss"] = float(work.mtp_loss)
-    if work.counts.largest:
-        values["largest_attention_logit"] = max(float(largest_H.max()) for largest_H in work.counts.largest.values())
     if run.step % run.config.eval_every == 0 or run.step == run.config.steps:
-        values["held_out_loss"] = mean_loss(run.model, run.held_out())
+        values["held_out_loss"], by_domain = mean_losses(run.model, run.held_out(), run.domains)
+        values |= {f"held_out_loss/{name}": loss for name, loss in by_domain.items()}
     for logger in run.loggers:
         logger.log(run.step, values)
 
 
 def checkpoint(run: Run) -> None:
-    """Save every so often, at the end, and when a signal asks for the end."""
-    last = run.step == run.config.steps
-    if last or run.stop.signal is not None or run.step % run.config.checkpoint_every == 0:
+    """Save every so often, at the end, and when a signal or the clock asks for the end."""
+    last, stops = run.step == run.config.steps, run.stop.wanted
+    if last or stops or run.step % run.config.checkpoint_every == 0:
         save_checkpoint(run)
-    if run.stop.signal is not None and not last:
+    if (stops or run.stop.wanted) and not last:
         raise Interrupted(run.step, run.stop)

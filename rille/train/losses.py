@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,8 +19,8 @@ from rille.model.balance import Counts
 from rille.model.context import Context
 from rille.model.model import K3
 from rille.model.mtp import mtp_loss
-from rille.ops.cross_entropy import CrossEntropy, linear_cross_entropy
-from rille.packing import Packing
+from rille.ops.cross_entropy import IGNORED, CrossEntropy, linear_cross_entropy
+from rille.packing import Packing, moved
 
 
 def next_token_loss(model: K3, batch: Batch, counts: Counts | None = None) -> CrossEntropy:
@@ -34,7 +35,7 @@ def all_losses(model: K3, batch: Batch, counts: Counts) -> list[CrossEntropy]:
 
 def _losses(model: K3, batch: Batch, counts: Counts | None, further: bool) -> list[CrossEntropy]:
     packing = Packing.of(batch.lengths, device=model.device)
-    tokens_N, targets_N = batch.tokens.to(model.device), batch.targets.to(model.device)
+    tokens_N, targets_N = moved(batch.tokens, model.device), moved(batch.targets, model.device)
     hidden_ND = model(tokens_N, Context(packing, counts=counts))
     next_token = linear_cross_entropy(hidden_ND, model.head_weight, targets_N)
     return [next_token, *(mtp_loss(model, hidden_ND, tokens_N, targets_N, packing, counts) if further else ())]
@@ -48,8 +49,42 @@ def weighted(losses: list[CrossEntropy], mtp_weight: float) -> Tensor:
     return next_token.loss_sum + mtp_weight / len(further) * torch.stack([loss.loss_sum for loss in further]).sum()
 
 
-@torch.no_grad()
+def count_targets(batch: Batch) -> int:
+    """Targets that count, from the host's copy: nothing waits for the device."""
+    return int((batch.targets != IGNORED).sum())
+
+
+def domain_sums(log_probs_N: Tensor, batch: Batch, domains: int) -> Tensor:
+    """The loss of each domain, summed: [domains], in the dtype of log_probs. The batch must have domains."""
+    labels_N = torch.from_numpy(np.repeat(np.array(batch.domains, dtype=np.int64), batch.lengths))
+    own_GN = moved(labels_N, log_probs_N.device) == torch.arange(domains, device=log_probs_N.device)[:, None]
+    return -(log_probs_N * own_GN).sum(1)
+
+
+def domain_targets(batch: Batch, domains: int) -> np.ndarray:
+    """int64 [domains]: the targets of each domain that count."""
+    labels_N = np.repeat(np.array(batch.domains, dtype=np.int64), batch.lengths)
+    return np.bincount(labels_N[batch.targets.numpy() != IGNORED], minlength=domains)
+
+
 def mean_loss(model: K3, batches: Iterable[Batch]) -> float:
     """Nats a target over all batches, without gradients and without counting."""
-    results = [next_token_loss(model, batch) for batch in batches]
-    return float(sum(result.loss_sum.double() for result in results) / sum(result.count for result in results))
+    return mean_losses(model, batches)[0]
+
+
+@torch.no_grad()
+def mean_losses(model: K3, batches: Iterable[Batch], names: tuple[str, ...] = ()) -> tuple[float, dict[str, float]]:
+    """`mean_loss`, and the same of each domain of `names` that has targets in the batches."""
+    total, targets = torch.zeros((), dtype=torch.float64, device=model.device), 0
+    sums_G, targets_G = torch.zeros(len(names), dtype=torch.float64, device=model.device), np.zeros(len(names))
+    for batch in batches:
+        result = next_token_loss(model, batch)
+        total += result.loss_sum.double()
+        targets += count_targets(batch)
+        if names:
+            sums_G += domain_sums(result.log_probs.double(), batch, len(names))
+            targets_G += domain_targets(batch, len(names))
+    total, *sums = torch.cat([total[None], sums_G]).tolist()
+    return total / targets, {
+        name: value / count for name, value, count in zip(names, sums, targets_G.tolist(), strict=True) if count
+    }

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
+from time import monotonic
 
 import torch
 
@@ -58,6 +59,8 @@ def pretrain(config: TrainConfig) -> Path:
         write_settings(config, out)
         with advising(), ExitStack() as stack:
             run.stop = stack.enter_context(stop_on_signals())
+            if config.max_minutes is not None:
+                run.stop.deadline = monotonic() + 60 * config.max_minutes
             run.loggers = open_loggers(out, run.step, config.steps, stack)
             train(run)
             save_model(run.model, out / MODEL, tokenizer=run.tokenizer)
@@ -84,13 +87,14 @@ def set_up(config: TrainConfig, corpus: Corpus) -> Run:
     """A run at step 0: model, optimiser and the way through the text."""
     torch.manual_seed(config.seed)  # whatever will draw from torch's own generator repeats, and its state is saved
     eos = corpus.tokenizer.eos_id
-    model = new_model(config.model.replace(bos_id=eos, eos_id=eos), device=config.device, seed=config.seed)
+    sizes = config.model.replace(bos_id=eos, eos_id=eos)
+    model = new_model(sizes, dtype=config.dtype, device=config.device, seed=config.seed)
     data = config.data
     loader = corpus.train.loader(data.batch_tokens, data.sequence_length, data.seed)
     follow = optimizer(named_parameters(model), config.optim)
     size = count_parameters(config.model)
     print(f"model: {size.total:,} parameters, {size.active:,} active")
-    return Run(config, model, follow, loader, held_out_measure(config, corpus), corpus.tokenizer)
+    return Run(config, model, follow, loader, held_out_measure(config, corpus), corpus.tokenizer, corpus.domains)
 
 
 def named_parameters(model: K3) -> list[Named]:
@@ -101,8 +105,9 @@ def named_parameters(model: K3) -> list[Named]:
 
 def held_out_measure(config: TrainConfig, corpus: Corpus) -> Callable[[], list[Batch]]:
     """Gives the batches of a held-out measurement, the same ones each time."""
-    held, data = corpus.held_out.head(config.eval_tokens), config.data
-    return lambda: list(held_out_batches(held.tokens, held.boundaries, data.batch_tokens, data.sequence_length))
+    held, data, domains = corpus.held_out.head(config.eval_tokens), config.data, corpus.held_out_domains
+    sizes = data.batch_tokens, data.sequence_length
+    return lambda: list(held_out_batches(held.tokens, held.boundaries, *sizes, domains))
 
 
 def summary(run: Run, corpus: Corpus) -> str:

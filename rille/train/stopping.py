@@ -1,6 +1,7 @@
-"""Stopping in good order: the first SIGINT or SIGTERM is a wish that the loop obeys after its step.
+"""Stopping in good order: the first SIGINT or SIGTERM is a wish that the loop obeys after its step, as it does when the
+time is over that the run was given.
 
-A second one ends the process at once.
+A second signal ends the process at once.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from time import monotonic
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -17,21 +19,28 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass
 class Stop:
-    """Which signal has asked for the end, or None."""
+    """Why a run shall end before its last step: a signal that came, or a time on the monotonic clock, in seconds."""
 
     signal: int | None = None
+    deadline: float | None = None
+
+    @property
+    def wanted(self) -> bool:
+        return self.signal is not None or (self.deadline is not None and monotonic() >= self.deadline)
 
 
 class Interrupted(Exception):
-    """A run that a signal has stopped after `step` updates, saved.
+    """A run that was stopped after `step` updates, saved.
 
-    exit_code: 128 + the signal, 130 for Ctrl-C and 143 for SIGTERM.
+    exit_code: 128 + the signal (130 for Ctrl-C, 143 for SIGTERM); 0 where its time was over, as it was told.
     """
 
     def __init__(self, step: int, stop: Stop):
-        assert stop.signal is not None
-        super().__init__(f"stopped by {signal.Signals(stop.signal).name} after step {step}; a checkpoint is saved")
-        self.step, self.exit_code = step, 128 + stop.signal
+        cause = (
+            "stopped, its time is over," if stop.signal is None else f"stopped by {signal.Signals(stop.signal).name}"
+        )
+        super().__init__(f"{cause} after step {step}; a checkpoint is saved")
+        self.step, self.exit_code = step, 0 if stop.signal is None else 128 + stop.signal
 
 
 class Diverged(ArithmeticError):

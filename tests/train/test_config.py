@@ -28,6 +28,9 @@ def test_other_faults_are_named():
         replace(tiny(), seed=-1)
     with pytest.raises(ValueError, match="seed is 9223372036854775808"):
         replace(tiny(), seed=2**63)
+    for minutes in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=r"max_minutes is .*; it must be above 0, or none"):
+            replace(tiny(), max_minutes=minutes)
     with pytest.raises(ValueError, match="out is empty"):
         replace(tiny(), out="")
     with pytest.raises(ValueError, match=r"data\.vocab_size is 4096 and model\.vocab_size \d+"):

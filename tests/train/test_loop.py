@@ -35,6 +35,7 @@ def test_loss_falls_and_rows_are_whole(tmp_path, capsys):
     assert rows[-1]["loss"] < rows[0]["loss"] - 1.5
     assert rows[-1]["held_out_loss"] < rows[9]["held_out_loss"]
     keys = {"step", "loss", "tokens_per_second", "learning_rate", "gradient_norm", "expert_load_violation"}
+    keys |= {f"{what}/{layer}" for what in ("load_violation", "dead_experts") for layer in (1, 2)}
     assert set(rows[0]) == keys and set(rows[9]) == keys | {"held_out_loss"}
     printed = capsys.readouterr().out
     for word in ("held out", "bits a byte", "unigram", "try next", f"rille generate {tmp_path / 'run'}"):
@@ -45,10 +46,11 @@ class Killed(BaseException):
     """As sudden as a kill: nothing of the package catches it."""
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rule", ["adamw", "muon"])
-def test_resume_is_bit_equal(tmp_path, rule):
+def test_resume_is_bit_equal(tmp_path, rule, dtype):
     """20 steps at once, or killed after step 13, continued from the checkpoint of step 10."""
-    whole = small_config(tmp_path, optim=OptimConfig(lr=3e-3, rule=rule))
+    whole = small_config(tmp_path, optim=OptimConfig(lr=3e-3, rule=rule), dtype=dtype)
     pretrain(whole)
 
     broken = replace(whole, out=str(tmp_path / "broken"))
@@ -148,6 +150,18 @@ def test_a_signal_saves_and_ends(tmp_path, number, code):
     assert signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL)
     pretrain(replace(config, resume=True))
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 21))
+
+
+def test_a_run_that_was_given_little_time_goes_on_bit_equal(tmp_path, capsys):
+    whole = small_config(tmp_path, steps=4)
+    pretrain(whole)
+    short = replace(whole, out=str(tmp_path / "short"))
+    for step in (1, 2):
+        with pytest.raises(Interrupted, match=f"its time is over, after step {step}; a checkpoint is saved") as stopped:
+            pretrain(replace(short, max_minutes=1e-9, resume=step > 1))
+        assert stopped.value.exit_code == 0
+    pretrain(replace(short, resume=True))
+    assert exact(tmp_path / "short" / "metrics.jsonl") == exact(tmp_path / "run" / "metrics.jsonl")
 
 
 def test_gradient_is_the_mean_over_all_targets_of_the_step(tmp_path):

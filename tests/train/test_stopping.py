@@ -3,10 +3,11 @@
 import os
 import signal
 import threading
+from time import monotonic
 
 import pytest
 
-from rille.train.stopping import Stop, stop_on_signals
+from rille.train.stopping import Interrupted, Stop, stop_on_signals
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -17,6 +18,14 @@ def test_the_first_signal_is_a_wish(number):
         os.kill(os.getpid(), number)
         assert stop.signal == number
     assert signal.getsignal(number) is before
+
+
+def test_a_time_that_is_over_is_a_wish():
+    assert not Stop().wanted
+    assert not Stop(deadline=monotonic() + 1000).wanted
+    assert Stop(deadline=monotonic()).wanted
+    assert "its time is over, after step 7; a checkpoint is saved" in str(stopped := Interrupted(7, Stop(deadline=0.0)))
+    assert stopped.exit_code == 0
 
 
 def test_the_second_ends():

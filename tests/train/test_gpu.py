@@ -1,0 +1,68 @@
+"""Training on a card: one wait a step, and a resume that is bit-equal. `nano` with fewer layers and experts."""
+
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from rille.data.config import DataConfig
+from rille.model.presets import preset
+from rille.optim.config import OptimConfig
+from rille.train import loop
+from rille.train.config import TrainConfig
+from rille.train.metrics import read_metrics
+from rille.train.pretrain import pretrain
+from tests.train.small import VOCABULARY, small_run, write_text
+
+MODEL = preset("nano").replace(vocab_size=VOCABULARY, num_layers=5, mla_layers=(3,), num_experts=32)
+
+
+def config(tmp_path: Path, **changes) -> TrainConfig:
+    text = str(write_text(tmp_path / "text"))
+    return TrainConfig(
+        out=str(tmp_path / "run"),
+        steps=6,
+        eval_every=3,
+        checkpoint_every=3,
+        device="cuda",
+        dtype="bfloat16",
+        accumulate=2,
+        data=DataConfig(path=text, held_out=0.1, vocab_size=VOCABULARY, sequence_length=700, batch_tokens=4096),
+        optim=OptimConfig(rule="muon", lr=1e-3),
+        model=MODEL,
+        **changes,
+    )
+
+
+@pytest.mark.gpu
+def test_the_host_waits_once_a_step(tmp_path):
+    run = small_run(tmp_path, **{name: value for name, value in vars(config(tmp_path)).items() if name != "out"})
+    for _ in range(2):  # the first one compiles
+        torch.cuda.synchronize()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            batches = loop.next_batches(run)
+            work = loop.forward_backward(run, batches)
+            loop.reduce(run, work)
+            loop.update(run, work)
+            torch.cuda.set_sync_debug_mode("default")
+    waits = [str(w.filename) + ":" + str(w.lineno) for w in caught if "synchroniz" in str(w.message)]
+    assert len(waits) == 1 and "readings.py" in waits[0], waits
+
+
+@pytest.mark.gpu
+def test_resume_is_bit_equal(tmp_path):
+    steady = OptimConfig(rule="muon", lr=1e-3, schedule="constant", warmup_fraction=0.0)  # whatever `steps` is
+    whole = replace(config(tmp_path), optim=steady)
+    broken = replace(whole, out=str(tmp_path / "broken"))
+    pretrain(whole)
+    pretrain(replace(broken, steps=3))
+    pretrain(replace(broken, resume=True))
+    rows = [
+        [{**row, "tokens_per_second": 0} for row in read_metrics(Path(run.out) / "metrics.jsonl")]
+        for run in (whole, broken)
+    ]
+    assert rows[0] == rows[1] and len(rows[0]) == 6
