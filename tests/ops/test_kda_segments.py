@@ -67,6 +67,15 @@ def test_planner_cuts_where_the_card_idles(lengths: tuple[int, ...], heads: int,
         assert gain <= Costs().margin
 
 
+@pytest.mark.parametrize(
+    ("tokens", "heads", "measured"), [(32768, 16, (3,)), (65536, 12, (4,)), (65536, 4, (8, 16)), (8192, 16, (1,))]
+)
+def test_planner_finds_the_counts_that_were_measured_best(tokens: int, heads: int, measured: tuple[int, ...]) -> None:
+    plan = plan_segments((tokens,), heads, 132)
+    count = len(plan[0]) if plan is not None else 1
+    assert measured[0] <= count <= measured[-1]
+
+
 def test_planner_leaves_short_sequences_whole() -> None:
     plan = plan_segments((65536, 100, 0, 2000), 4, 132)
     assert plan is not None and len(plan[0]) > 4 and plan[1:3] == ((2,), (0,))

@@ -184,14 +184,14 @@ def reverse(
     dinitial_SHVK = None
     if inputs.initial_SHVK is not None:
         dinitial_SHVK = do_NHV.new_empty(S, H, V, K, dtype=torch.float32)
-    block, num_warps, stages = value_block(V, S * H, multiprocessors(do_NHV.device))
+    block, num_warps, _ = value_block(V, S * H, multiprocessors(do_NHV.device))
     tiles = [rows_of(x, CHUNK) for x in (t_MHCC, a_MHCC, *prepared[:3])]
     arguments = (
         *tiles, do_NHV, prepared.decay_MHK, dv_NHV, rows_of(dstates_MHVK, block),
         inputs.starts, inputs.order_S, inputs.first_S,
         dfinal_SHVK.contiguous() if dfinal_SHVK is not None else None, dinitial_SHVK, do_NHV.stride(0),
     )  # fmt: skip
-    shape = dict(H=H, K=K, V=V, BV=block, **types(dtype), STAGES=stages, num_warps=num_warps)
+    shape = dict(H=H, K=K, V=V, BV=block, **types(dtype), STAGES=2, num_warps=num_warps)
     launch(reverse_kernel, S * H * (V // block), arguments, **shape)
     return dv_NHV, dstates_MHVK, dinitial_SHVK
 
@@ -225,9 +225,9 @@ def local(
 
 
 def value_block(V: int, programs: int, multiprocessors: int) -> tuple[int, int, int]:
-    """Value channels a program, warps, stages of the loads: as in the forward pass."""
+    """Value channels a program, warps, stages of the loads of `states`; `reverse` has room for two."""
     if V == 64 or programs * (V // 64) <= multiprocessors:
-        return 64, 4, 2
+        return 64, 4, 3
     return 128, 8, 2
 
 

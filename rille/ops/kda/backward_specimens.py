@@ -40,9 +40,9 @@ def prepare(name: str, K: int = 128, num_warps: int = 8, **limits: Any) -> Speci
     return specimen(f"prepare_{name}", prepare_kernel, constexprs, num_warps, **limits)
 
 
-def a_pass(name: str, kernel: Any, BV: int, num_warps: int, K: int = 128, V: int = 128, absent: str = "") -> Specimen:
-    shape = dict(H=96, K=K, V=V, BV=BV, OPERAND=tl.bfloat16, INTERPRET=False, STAGES=2)
-    return specimen(name, kernel, shape | dict.fromkeys(absent.split()), num_warps, want_wgmma=True)
+def a_pass(name: str, kernel: Any, BV: int, stages: int = 2, absent: str = "") -> Specimen:
+    shape = dict(H=96, K=128, V=128, BV=BV, OPERAND=tl.bfloat16, INTERPRET=False, STAGES=stages)
+    return specimen(name, kernel, shape | dict.fromkeys(absent.split()), BV // 16, want_wgmma=True)
 
 
 def local(name: str, K: int = 128, V: int = 128, **limits: Any) -> Specimen:
@@ -54,10 +54,10 @@ def local(name: str, K: int = 128, V: int = 128, **limits: Any) -> Specimen:
 SPILL: dict[str, Any] = dict(max_spill_bytes=720, reason="two halves and what they exchange")
 SPECIMENS = [
     prepare("k128"),
-    a_pass("states_v128", states_kernel, 128, 8, absent="initial_ptr"),
-    a_pass("states_v64", states_kernel, 64, 4, absent="initial_ptr"),
-    a_pass("reverse_v128", reverse_kernel, 128, 8, absent="dfinal_ptr dinitial_ptr"),
-    a_pass("reverse_v64", reverse_kernel, 64, 4),
+    a_pass("states_v128", states_kernel, 128, absent="initial_ptr"),
+    a_pass("states_v64", states_kernel, 64, 3, absent="initial_ptr"),
+    a_pass("reverse_v128", reverse_kernel, 128, absent="dfinal_ptr dinitial_ptr"),
+    a_pass("reverse_v64", reverse_kernel, 64),
     local("k128", **SPILL),
     local("v64", V=64, **SPILL),
     local("k64", K=64, V=64, **SPILL),

@@ -305,12 +305,12 @@ class Split(NamedTuple):
 
 def value_block(V: int, programs: int, multiprocessors: int) -> Split:
     """128 channels share one read of the other operands. 64 give twice the programs, better as long as all of them run
-    at once. Where those nearly fill the card, memory is the limit and neighbours must read the same rows at the same
-    time: Gluon's fetching warps run ahead and apart, Triton's do not."""
+    at once. Where those nearly fill the card (120 of 132 multiprocessors, not yet 96), memory is the limit and
+    neighbours must read the same rows at the same time: Gluon's fetching warps run ahead and apart, Triton's do not."""
     programs *= V // 64
     if V > 64 and programs > multiprocessors:
         return Split(128, 8, 2, ring=True)
-    return Split(64, 4, 3, ring=not multiprocessors < 2 * programs <= 2 * multiprocessors)
+    return Split(64, 4, 3, ring=not 5 * multiprocessors < 6 * programs <= 6 * multiprocessors)
 
 
 def launch_twin(

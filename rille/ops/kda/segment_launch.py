@@ -17,7 +17,7 @@ from rille.ops.kda.segment_pass import fold_kernel, reverse_segment_kernel, segm
 from rille.ops.kda.segments import Segments
 
 ROWS = 64  # of a state or a transition in one program of the segment kernel
-SEGMENT_OPTIONS: dict[str, Any] = {"STAGES": 2, "num_warps": 4}  # two programs share a multiprocessor
+SEGMENT_OPTIONS: dict[str, Any] = {"STAGES": 3, "num_warps": 4}
 FOLD_ROWS = 16  # the same of the fold
 
 

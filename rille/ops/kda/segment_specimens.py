@@ -30,12 +30,12 @@ def specimen(name: str, kernel: Any, constexprs: dict[str, Any], num_warps: int,
 
 
 def segment(name: str, K: int = 128, V: int = 128, absent: str = "") -> Specimen:
-    shape = dict(H=16, K=K, V=V, BV=64, OPERAND=tl.bfloat16, INTERPRET=False, STAGES=2)
+    shape = dict(H=16, K=K, V=V, BV=64, OPERAND=tl.bfloat16, INTERPRET=False, STAGES=3)
     return specimen(f"kda_segment_{name}", segment_kernel, shape | dict.fromkeys(absent.split()), 4, want_wgmma=True)
 
 
 def reverse(name: str, K: int = 128, V: int = 128, absent: str = "") -> Specimen:
-    shape = dict(H=16, K=K, V=V, BV=64, OPERAND=tl.bfloat16, INTERPRET=False, STAGES=2) | dict.fromkeys(absent.split())
+    shape = dict(H=16, K=K, V=V, BV=64, OPERAND=tl.bfloat16, INTERPRET=False, STAGES=3) | dict.fromkeys(absent.split())
     return specimen(f"kda_segment_reverse_{name}", reverse_segment_kernel, shape, 4, want_wgmma=True)
 
 

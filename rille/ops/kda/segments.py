@@ -60,20 +60,19 @@ def cutting(size: int | Literal["auto"] | None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Costs:
-    """Microseconds on an H200. A step is one chunk of 64 value (or unit) rows of one head.
+    """Microseconds, measured on an H200 (2026-11-30). A step is one chunk of a program's rows of one head; a program
+    has a multiprocessor to itself. What the host takes counts where it is more than what the card takes: of short work
+    it is."""
 
-    A program that has its multiprocessor to itself takes `..._step` a step, as long as its chain of products. When
-    more programs than multiprocessors run, a multiprocessor does a step every `..._turn`. Times of the pass and the
-    speed of memory are measured; those of segments and fold are estimates, from the pass without its output.
-    """
-
-    pass_step: float = 1.04
-    pass_turn: float = 1.04
-    segment_step: float = 1.0
-    segment_turn: float = 0.7
-    fold_step: float = 2.0
-    launch: float = 10.0  # each of segments, fold, and the copy of the final states; more for the host than the card
-    bytes: float = 4.2e6  # that the card moves in a microsecond
+    first: float = 8.0  # the first kernel, a chunk and head on one multiprocessor
+    pass_step: float = 1.08  # 64 value rows
+    wide_step: float = 2.06  # 128 of them, as the pass takes where 64 make more programs than multiprocessors
+    segment_step: float = 0.84
+    fold_step: float = 2.8
+    launch: float = 5.0  # to start a kernel and to let it run dry
+    bytes: float = 4.0e6  # that the card moves in a microsecond
+    host: float = 210.0  # a call that is not cut
+    host_cut: float = 400.0
     margin: float = 0.95  # cut only where it takes at most this part of the time
 
 
@@ -119,29 +118,32 @@ def cut(chunks: int, size: int) -> tuple[int, ...]:
 
 
 def microseconds(plan: Plan, heads: int, multiprocessors: int, K: int, V: int, costs: Costs) -> float:
-    """What everything after the first kernel takes."""
+    """What a forward call takes."""
     segments = [n for sizes in plan for n in sizes]
     local = [n for sizes in plan for n in sizes[:-1]]
     products = [n for sizes in plan for n in sizes[1:-1]]
     values, units = heads * V // 64, heads * K // 64
 
-    def rounds(programs: int, steps: int, longest: int, step: float, turn: float) -> float:
-        return max(longest * step, ceil(programs / multiprocessors) * steps / max(programs, 1) * turn)
+    def rounds(programs: int, steps: int, longest: int, step: float) -> float:
+        return step * max(longest, ceil(programs / multiprocessors) * steps / max(programs, 1))
 
+    programs, steps = len(segments) * values, sum(segments) * values
+    if V > 64 and programs > multiprocessors:
+        pass_us = rounds(programs // 2, steps // 2, max(segments), costs.wide_step)
+    else:
+        pass_us = rounds(programs, steps, max(segments), costs.pass_step)
     pass_bytes = 2 * CHUNK * (2 * CHUNK + 3 * K + 2 * V) * heads * sum(segments)
-    pass_us = rounds(
-        len(segments) * values, sum(segments) * values, max(segments), costs.pass_step, costs.pass_turn
-    )  # fmt: skip
-    pass_us = max(pass_us, pass_bytes / costs.bytes)
+    device_us = costs.first * heads * sum(segments) / multiprocessors + max(pass_us, pass_bytes / costs.bytes)
     if not local:
-        return pass_us
-    segment_bytes = 2 * CHUNK * (CHUNK + 2 * K + V) * heads * sum(local)
+        return max(device_us, costs.host)
     programs = len(local) * values + len(products) * units
     steps = sum(local) * values + sum(products) * units
-    segment_us = rounds(programs, steps, max(local), costs.segment_step, costs.segment_turn)
-    segment_us = max(segment_us, segment_bytes / costs.bytes)
+    segment_us = rounds(programs, steps, max(local), costs.segment_step)
+    segment_bytes = 2 * CHUNK * (CHUNK + 2 * K + V) * heads * sum(local)
+    device_us += max(segment_us, segment_bytes / costs.bytes) + costs.launch
     folds = max(len(sizes) for sizes in plan) - 2
-    return pass_us + segment_us + folds * costs.fold_step + (3 if folds else 2) * costs.launch
+    device_us += folds * costs.fold_step + (costs.launch if folds else 0.0)
+    return max(device_us, costs.host_cut)
 
 
 class Segments(NamedTuple):
