@@ -32,7 +32,16 @@ from rille.serve.reply import Reply
 from rille.serve.requests import check_request, collect, picture_spans
 from rille.serve.runner import Ran, Runner
 from rille.serve.scheduler import Step
-from rille.serve.schema import Completion, EngineStats, Output, Refused, Request, SamplingParams, Unavailable
+from rille.serve.schema import (
+    Completion,
+    EngineStats,
+    FinishReason,
+    Output,
+    Refused,
+    Request,
+    SamplingParams,
+    Unavailable,
+)
 from rille.serve.sequences import Part
 from rille.serve.sequences import Sequence as Choice
 from rille.serve.settings import EngineConfig
@@ -222,8 +231,7 @@ class Engine:
             self._wake.set()
             self._thread.join()
             self._thread = None
-        self._drain()
-        self._abort_all()
+        self._end_all("abort")
 
     def _run(self) -> None:
         try:
@@ -231,10 +239,15 @@ class Engine:
                 if not self.step():
                     self._wake.wait(timeout=0.05)  # deadlines pass without anybody waking us
                     self._wake.clear()
-        finally:  # whatever happened, nobody waits for an engine that has stopped
-            self._closing = self.scheduler.is_closed = True
-            self._drain()
-            self._abort_all()
+        finally:
+            if not self._closing:  # it failed: nobody may wait for it, or ask again
+                self._closing = True
+                self._end_all("error", "the engine has stopped after a fault; its log says which")
+
+    def _end_all(self, reason: FinishReason, error: str | None = None) -> None:
+        self._drain()
+        for choice, reply in list(self._replies.items()):
+            self._end(choice, [reply.end(reason, error=error)])
 
     def _post(self, action: Callable[[], None]) -> None:
         self._inbox.put(action)
@@ -269,10 +282,6 @@ class Engine:
     def _abort(self, id: str) -> None:
         for choice in [choice for choice in self._replies if choice.id == id]:
             self._end(choice, [self._replies[choice].end("abort")])
-
-    def _abort_all(self) -> None:
-        for id in list(self._handles):
-            self._abort(id)
 
     def _end(self, choice: Choice, outputs: Sequence[Output]) -> None:
         """The last outputs of a choice; its pages go."""

@@ -280,7 +280,7 @@ class PrefixCache:
     def extend(self, holding: Holding, length: int) -> bool:
         """Pages for the latents of the first `length` tokens. False where there are too few; then nothing changed."""
         missing = -(-length // self.page_tokens) - len(holding.latents)
-        pages = self.store.allocate(max(missing, 0))
+        pages = self.store.allocate(missing) if missing > 0 else []
         if pages is None:
             return False
         for page in pages:
@@ -340,6 +340,8 @@ class PrefixCache:
             return
         self.store.file(entry, key)
         self.store.note(key, had_state=True)
+        if self.store.watcher is not None:
+            self.store.watcher.resumable(holding.chain, entry.position)
         holding.made.append(entry)
         if entry is not holding.moving:
             self.store.unpin(entry)

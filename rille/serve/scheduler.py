@@ -187,6 +187,8 @@ class Scheduler:
         """Pages for so many tokens, at the cost of sequences of lower rank. False where it was set aside itself."""
         holding = sequence.holding
         assert holding is not None
+        if self.cache.extend(holding, length):
+            return True
         busy = {id(part.sequence) for part in step.parts}
         while not self.cache.extend(holding, length):
             if self.cache.forget_moving(holding):

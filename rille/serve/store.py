@@ -13,7 +13,9 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Protocol
 
+from rille.serve.chain import Chain
 from rille.serve.pages import PagePool
 from rille.serve.tier import Tier
 
@@ -34,12 +36,25 @@ class Entry:
     uses: int = 0
 
 
+class Watcher(Protocol):
+    """Who wants to know from where a sequence could go on: routers, indexers. Called between steps; must not wait."""
+
+    def resumable(self, chain: Chain, position: int) -> None:
+        """The first `position` tokens of this chain need not be computed again."""
+        ...
+
+    def gone(self, key: bytes) -> None:
+        """That is over for the prefix with this hash (`chain.at(position)`)."""
+        ...
+
+
 class Store:
     """Entries by hash, over a pool. tier: where evicted ones go. remember: boundaries that are known after their pages
     are gone."""
 
     def __init__(self, num_pages: int, tier: Tier | None = None, remember: int = 1 << 20) -> None:
         self.pool, self.tier = PagePool(num_pages), tier
+        self.watcher: Watcher | None = None
         self.num_evictable = 0  # pages
         self._latents: dict[bytes, list[Entry]] = {}
         self._states: dict[bytes, Entry] = {}
@@ -170,6 +185,8 @@ class Store:
         for key in entry.keys:
             if entry.is_state:
                 del self._states[key]
+                if self.watcher is not None:
+                    self.watcher.gone(key)
                 continue
             self._latents[key].remove(entry)
             if not self._latents[key]:

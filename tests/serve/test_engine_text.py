@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import random
 import threading
+from functools import cache
 
 import numpy as np
 import pytest
@@ -223,6 +225,48 @@ def test_weights_change_between_steps_of_the_thread(model):
     [[one]] = served.generate([prompt(20)], SamplingParams(max_tokens=6, temperature=0))
     served.close()
     assert one.tokens == alone(other, prompt(20), 6) and one.versions == (2,) * 6
+
+
+def test_after_a_fault_nobody_waits(model):
+    """The thread dies of an error in the model: open requests end, new ones are refused."""
+    served = Engine(model, num_pages=120, hash_unit=64)
+    served.runner.run = lambda parts, with_experts: 1 / 0
+    caught = []
+    hook, threading.excepthook = threading.excepthook, lambda arguments: caught.append(arguments.exc_type)
+    try:
+        served.start()
+        (last,) = served.submit(Request(prompt=prompt(20), params=SamplingParams(max_tokens=5)))
+        served._thread.join(timeout=10)
+    finally:
+        threading.excepthook = hook
+    assert last.reason == "error" and "stopped after a fault" in last.error and caught == [ZeroDivisionError]
+    with pytest.raises(Unavailable):
+        served.submit(Request(prompt=(1,)))
+
+
+def test_two_hundred_at_once_with_random_aborts(model):
+    """Everything is answered, what is answered is right, all memory comes back."""
+    served = Engine(model, num_pages=90, hash_unit=64, max_running=48, token_budget=256, drafter="ngram", poison=True)
+    draws = random.Random(1)
+    prompts = [prompt(draws.randrange(1, 120), seed=n % 20) for n in range(200)]
+    params = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
+    handles = [served.submit(Request(prompt=ids, params=params)) for ids in prompts]
+    while served.step():
+        if draws.random() < 0.5:
+            served.abort(draws.choice(handles).id)
+    reasons = []
+    for ids, handle in zip(prompts, handles, strict=True):
+        *tokens, last = handle
+        reasons.append(last.reason)
+        assert tuple(output.token for output in tokens) == known(model, tuple(ids))[: len(tokens)]
+    assert reasons.count("length") > 100 and reasons.count("abort") > 5
+    audit_scheduler(served.scheduler)
+    assert served.scheduler.cache.available == 90 and served._handles == {}
+
+
+@cache
+def known(model, ids):
+    return alone(model, list(ids), 10)
 
 
 # --- pictures ---

@@ -310,3 +310,31 @@ def test_the_start_says_what_is_the_least():
     lines = "\n".join(PrefixCache(100, 6144, 3, unit=512).describe())
     assert "100 pages of 6,144 tokens" in lines and "a prefix of 512 is the shortest" in lines
     assert "prompt end, marks, turn end, forks, every 32,768 tokens" in lines
+
+
+class Index:
+    """What a router would know."""
+
+    def __init__(self):
+        self.lengths = {}
+
+    def resumable(self, chain, position):
+        assert chain.at(position) not in self.lengths
+        self.lengths[chain.at(position)] = position
+
+    def gone(self, key):
+        del self.lengths[key]
+
+
+def test_who_watches_knows_what_can_be_resumed():
+    engine = FakeEngine(30, retention=Retention(interval=32))
+    index = engine.cache.store.watcher = Index()
+    prompts = [ids(100, seed=n) for n in range(4)]
+    for prompt in prompts:
+        engine.serve(prompt, ids(20, seed=9))
+        for known in prompts:
+            chain = Chain(known, UNIT)
+            best = max((n for n in range(0, 97, UNIT) if chain.at(n) in index.lengths), default=0)
+            assert engine.cache.lookup(chain).resumed == best
+    engine.cache.store.clear()
+    assert index.lengths == {}
