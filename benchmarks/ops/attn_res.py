@@ -26,7 +26,7 @@ import torch
 import triton
 from torch import Tensor
 
-from rille.ops.attn_res import attn_res, attn_res_site, mix, reference
+from rille.ops.attn_res import attn_res, attn_res_handed, attn_res_site, mix, reference
 
 EPS = 1e-6
 SHAPES = [(9, 8192, 7168), (5, 8192, 7168), (4, 32768, 2048), (5, 131072, 512)]  # R sources, N tokens, D width
@@ -96,10 +96,29 @@ def check_case(R: int, N: int, D: int, dtype: torch.dtype, site: bool) -> list[t
     return [(label, max(errors), limit), (f"{label} twice", twice, 0.0)]
 
 
+def two_sites(case: Case, backend: str) -> list[Tensor]:
+    """Outputs and gradients of a site and one that reads what it hands on."""
+    weights = (case.query, case.gain, case.norm_gain, EPS)
+    x, sources = attn_res_handed(case.sources, case.update, *weights, backend=backend)
+    y, sources = attn_res_handed(sources, x, *weights, backend=backend)
+    outputs = [x, y, *sources]
+    g = torch.Generator("cuda").manual_seed(2)
+    seeds = [torch.randn(out.shape, generator=g, device="cuda").to(out.dtype) for out in outputs]
+    return [*outputs, *torch.autograd.grad(outputs, case.leaves(True), seeds)]
+
+
+def check_handed(R: int, N: int, D: int, dtype: torch.dtype) -> tuple[str, float, float]:
+    case = draw(R, N, D, dtype, False)
+    exact = two_sites(case.to(torch.float64), "reference")
+    errors = [distance(a, b) for a, b in zip(two_sites(case, "triton"), exact, strict=True)]
+    return f"R{R} N{N} D{D} handed {str(dtype)[6:]}", max(errors), 2e-5 if dtype == FP32 else 2e-2
+
+
 def check_all() -> list[tuple[str, float, float]]:
     rows = []
     for case in GATE:
         rows += check_case(*case)
+    rows += [check_handed(*size) for size in ((3, 70, 512, FP32), (3, 65, 7168, FP32), (4, 130, 2048, BF16))]
     for what, error, limit in rows:
         if not error <= limit:
             print(f"  FAIL {what:<44} {error:.2e} (at most {limit:.0e})", flush=True)
@@ -156,6 +175,11 @@ def peers(case: Case, names: list[str]) -> dict[str, Callable[[], Tensor]]:
     return found
 
 
+def beside(gradient: Tensor, R: int, site: bool) -> tuple[list[Tensor], int]:
+    """A site's running sum has another reader."""
+    return ([gradient], 1 << (R - 1)) if site else ([], 0)
+
+
 def measure(R: int, N: int, D: int, speed: float, names: list[str]) -> dict[str, Any]:
     case, unit = draw(R, N, D, torch.bfloat16, True), N * D * 2 / speed
     row: dict[str, Any] = {"work": f"R{R} N{N} D{D}"}
@@ -166,7 +190,7 @@ def measure(R: int, N: int, D: int, speed: float, names: list[str]) -> dict[str,
         with torch.no_grad():
             out, _, stats = mix.mix(*arguments)
             timed(row, f"{form} f", lambda arguments=arguments: mix.mix(*arguments))
-            rest = (out, out if more else None, case.sources, *weights, norm, stats, EPS)
+            rest = (out, *beside(out, R, more), case.sources, *weights, norm, stats, EPS)
             timed(row, f"{form} b", lambda rest=rest: mix.mix_backward(*rest))
         timed(row, f"{form} fb", with_gradient(call, leaves))
         units = (R + 1 + 2 * more, 2 * R + 1 + more)
@@ -205,7 +229,7 @@ def sweep(R: int, N: int, D: int, site: bool) -> dict[str, float]:
     arguments = (case.sources, case.update if site else None, case.query, case.gain, norm, EPS, True)
     with torch.no_grad():
         out, _, stats = mix.mix(*arguments)
-        rest = (out, out if site else None, case.sources, case.query, case.gain, norm, stats, EPS)
+        rest = (out, *beside(out, R, site), case.sources, case.query, case.gain, norm, stats, EPS)
         for name, change in FORWARD_SWEEP.items():
             mix.plan = lambda *_, change=change: replace(base, **change)
             timed(found, f"f {name}", lambda: mix.mix(*arguments))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from rille.model.allocate import Allocate
-from rille.ops.attn_res import attn_res, attn_res_site
+from rille.ops.attn_res import attn_res, attn_res_handed
 from rille.ops.norm import add_rms_norm, rms_norm
 
 
@@ -63,8 +63,8 @@ class Mix(nn.Module):
             return normed(self, depth, output, norm_gain, eps)
         depth, output = fitting(depth, output)
         sources = [*depth.blocks, depth.sum]
-        x_ND, sum_ND = attn_res_site(sources, output, self.query, self.gain, norm_gain, eps)
-        return x_ND, Depth(sum_ND, depth.blocks)
+        x_ND, (*blocks, sum_ND) = attn_res_handed(sources, output, self.query, self.gain, norm_gain, eps)
+        return x_ND, Depth(sum_ND, tuple(blocks))
 
 
 class Plain(nn.Module):

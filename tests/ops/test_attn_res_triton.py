@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rille.ops.attn_res import attn_res, attn_res_site, choose_backend
+from rille.ops.attn_res import attn_res, attn_res_handed, attn_res_site, choose_backend
 
 mix = pytest.importorskip("rille.ops.attn_res.mix", exc_type=ImportError)
 
@@ -91,6 +91,33 @@ def test_wide_rows(monkeypatch: pytest.MonkeyPatch, size: tuple[int, int, int], 
     got, want = (run(inputs, name, form != "mix", form == "site_update") for name in ("triton", "reference"))
     mix.plan.cache_clear()
     compare(got, want, limit_for(size[0]))
+
+
+@pytest.mark.parametrize("narrow", [4096, 0])
+def test_sources_handed_from_site_to_site(monkeypatch: pytest.MonkeyPatch, narrow: int) -> None:
+    """Two sites, the second on what the first hands on, beside two sites on the same tensors."""
+    monkeypatch.setattr(mix, "NARROW", narrow)
+    mix.plan.cache_clear()
+    found = []
+    for handed, dtype in ((True, torch.float32), (False, torch.float64)):
+        inputs = draw(3, 5, 40)
+        leaves = [
+            x.to(dtype).requires_grad_()
+            for x in (*inputs["sources"], inputs["update"], inputs["query"], inputs["gain"], inputs["norm_gain"])
+        ]
+        *sources, update, query, gain, norm_gain = leaves
+        if handed:
+            x, sources = attn_res_handed(sources, update, query, gain, norm_gain, EPS, backend="triton")
+            y, sources = attn_res_handed(sources, None, gain, query, norm_gain, EPS, backend="triton")
+        else:
+            x, running = attn_res_site(sources, update, query, gain, norm_gain, EPS, backend="reference")
+            sources = [*sources[:-1], running]
+            y, _ = attn_res_site(sources, None, gain, query, norm_gain, EPS, backend="reference")
+        wave = torch.arange(200, device=DEVICE, dtype=torch.float64).sin().view(5, 40).to(dtype)
+        loss = (x * wave).sum() + (y * wave.flip(0)).sum() + (sources[1] * wave.flip(1)).sum()
+        found.append([x, y, *sources, *torch.autograd.grad(loss, leaves)])
+    mix.plan.cache_clear()
+    compare(*found, 3e-5)
 
 
 def test_bfloat16_is_computed_in_fp32() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from rille.ops.attn_res import one_phase, reference
 from rille.ops.norm import reference as norm_reference
 
-__all__ = ["attn_res", "attn_res_site", "attn_res_weights", "choose_backend"]
+__all__ = ["attn_res", "attn_res_handed", "attn_res_site", "attn_res_weights", "choose_backend"]
 
 HAS_TRITON = find_spec("triton") is not None  # asked once: torch.compile cannot trace the question
 BACKENDS = ("triton", "one_phase", "reference")
@@ -59,12 +59,7 @@ def attn_res_site(
     `rms_norm` with gain norm_gain [D] and the same eps. The kernel does it in one pass and writes no mixture. Other
     arguments and errors as in `attn_res`.
     """
-    _check(sources, query, gain)
-    if norm_gain.shape != query.shape or (update is not None and update.shape != sources[0].shape):
-        raise ValueError(
-            f"attn_res_site: norm_gain {tuple(norm_gain.shape)} and update "
-            f"{None if update is None else tuple(update.shape)} for sources {tuple(sources[0].shape)}"
-        )
+    _check_site(sources, update, query, gain, norm_gain)
     name = _settle(backend, sources)
     if name == "triton":
         x, running = _triton(sources, update, query, gain, norm_gain, eps)
@@ -72,6 +67,35 @@ def attn_res_site(
     running = sources[-1] if update is None else sources[-1] + update
     mixed = attn_res([*sources[:-1], running], query, gain, eps, backend=name)
     return norm_reference.rms_norm(mixed, norm_gain, eps), running
+
+
+def attn_res_handed(
+    sources: Sequence[Tensor],
+    update: Tensor | None,
+    query: Tensor,
+    gain: Tensor,
+    norm_gain: Tensor,
+    eps: float,
+    *,
+    backend: str | None = None,
+) -> tuple[Tensor, list[Tensor]]:
+    """`attn_res_site` that hands its sources on: (input of the sub-layer, the sources with the running sum last).
+
+    Give the next site these sources, not the old ones: then the parts of a source's gradient are added up inside the
+    kernels as it comes back through the sites, and not by a pass over memory for each. Values are those of
+    `attn_res_site`, and so are arguments and errors.
+    """
+    _check_site(sources, update, query, gain, norm_gain)
+    if _settle(backend, sources) == "triton" and torch.is_grad_enabled():
+        from rille.ops.attn_res import mix
+
+        rows = [source.contiguous() for source in sources]
+        update = None if update is None else update.to(rows[0].dtype).contiguous()
+        weights = (query.contiguous(), gain.contiguous(), norm_gain.contiguous())
+        x, *handed = mix.Handed.apply(eps, update, *weights, *rows)
+        return x, handed
+    x, running = attn_res_site(sources, update, query, gain, norm_gain, eps, backend=backend)
+    return x, [*sources[:-1], running]
 
 
 def attn_res_weights(sources: Sequence[Tensor], query: Tensor, gain: Tensor, eps: float) -> Tensor:
@@ -154,4 +178,15 @@ def _check(sources: Sequence[Tensor], query: Tensor, gain: Tensor) -> None:
     if query.shape != width or gain.shape != width:
         raise ValueError(
             f"attn_res: query {tuple(query.shape)} and gain {tuple(gain.shape)} for sources of width {tuple(width)}"
+        )
+
+
+def _check_site(
+    sources: Sequence[Tensor], update: Tensor | None, query: Tensor, gain: Tensor, norm_gain: Tensor
+) -> None:
+    _check(sources, query, gain)
+    if norm_gain.shape != query.shape or (update is not None and update.shape != sources[0].shape):
+        raise ValueError(
+            f"attn_res_site: norm_gain {tuple(norm_gain.shape)} and update "
+            f"{None if update is None else tuple(update.shape)} for sources {tuple(sources[0].shape)}"
         )

@@ -128,19 +128,21 @@ def columns(R: int, norm_gain: Tensor | None) -> int:
 
 @torch.library.custom_op("rille::attn_res_mix_backward", mutates_args=())
 def mix_backward(
-    d_out: Tensor, d_running: Tensor | None, sources: Sequence[Tensor], query: Tensor, gain: Tensor,
+    d_out: Tensor, beside: Sequence[Tensor], which: int, sources: Sequence[Tensor], query: Tensor, gain: Tensor,
     norm_gain: Tensor | None, stats: Tensor, eps: float,
 ) -> tuple[list[Tensor], Tensor]:  # fmt: skip
-    """The gradients of the sources, the last with d_running added, and fp32 [2 or 1, D]: those of query * gain and of
-    the norm's gain."""
+    """The gradients of the sources, and fp32 [2 or 1, D]: those of query * gain and of the norm's gain. beside: what
+    other readers add to the gradients of those sources whose bits are set in `which`, in order."""
     (N, D), R = sources[0].shape, len(sources)
     p, normed = plan(R, D, d_out.element_size()), norm_gain is not None
     programs = min(N, p.programs * processors(d_out.device))
     grads = [torch.empty_like(source) for source in sources]
     partial = torch.empty(programs, 1 + normed, D, dtype=torch.float32, device=d_out.device)
     if N:
-        arguments = (tuple(sources), tuple(grads), d_out, d_running, query, gain, norm_gain, stats, partial, N, eps)
-        flags: dict[str, Any] = dict(NORM=normed, RUNNING=d_running is not None)
+        given = iter(beside)
+        added = tuple(next(given) if which >> j & 1 else grads[j] for j in range(R))
+        arguments = (tuple(sources), tuple(grads), added, d_out, query, gain, norm_gain, stats, partial, N, eps)
+        flags: dict[str, Any] = dict(NORM=normed, BESIDE=which)
         flags |= dict(D=D, BLOCK=p.BLOCK, LANES=32 * p.backward_warps, VEC=p.VEC, num_warps=p.backward_warps)
         if p.wide_backward:
             launch: Any = wide_kernels.wide_backward[(programs,)]
@@ -152,7 +154,7 @@ def mix_backward(
 
 
 @mix_backward.register_fake
-def _(d_out, d_running, sources, query, gain, norm_gain, stats, eps):
+def _(d_out, beside, which, sources, query, gain, norm_gain, stats, eps):
     D = d_out.shape[1]
     shape = (1 + (norm_gain is not None), D)
     return [torch.empty_like(source) for source in sources], d_out.new_empty(shape, dtype=torch.float32)
@@ -171,14 +173,49 @@ def save_for_backward(ctx, inputs, output) -> None:
 
 def gradient(ctx, d_out, d_running, _):
     query, gain, norm_gain, stats, *sources = ctx.saved_tensors
+    beside = [None] * (len(sources) - 1) + [d_running if ctx.updates else None]
+    grads, *rest = all_gradients(ctx.eps, d_out, beside, sources, query, gain, norm_gain, stats)
+    return grads, grads[-1] if ctx.updates else None, *rest, None, None
+
+
+def all_gradients(
+    eps: float, d_out: Tensor | None, beside: Sequence[Tensor | None], sources: Sequence[Tensor], query: Tensor,
+    gain: Tensor, norm_gain: Tensor | None, stats: Tensor,
+) -> tuple[list[Tensor], Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Gradients of the sources, each with what is beside it, of query, gain and the norm's gain."""
     if stats.numel() == 0 and len(sources[0]):
         raise RuntimeError("attn_res: the forward pass saved nothing for a backward pass")
     d_out = torch.zeros_like(sources[0]) if d_out is None else d_out.contiguous()
-    d_running = d_running.contiguous() if ctx.updates and d_running is not None else None
-    grads, sums = mix_backward(d_out, d_running, sources, query, gain, norm_gain, stats, ctx.eps)
+    given = [x.contiguous() for x in beside if x is not None]
+    which = sum(1 << j for j, x in enumerate(beside) if x is not None)
+    grads, sums = mix_backward(d_out, given, which, sources, query, gain, norm_gain, stats, eps)
     d_query, d_gain = (sums[0] * gain).to(query.dtype), (sums[0] * query).to(gain.dtype)
-    d_norm = None if norm_gain is None else sums[1].to(norm_gain.dtype)
-    return grads, grads[-1] if ctx.updates else None, d_query, d_gain, d_norm, None, None
+    return grads, d_query, d_gain, None if norm_gain is None else sums[1].to(norm_gain.dtype)
 
 
 mix.register_autograd(gradient, setup_context=save_for_backward)
+
+
+class Handed(torch.autograd.Function):
+    """`mix` with update and norm optional, whose sources are handed on: the next site reads them from here.
+
+    So a source's gradient comes back along the sites, one after another, and each site's kernel adds its own part.
+    Where all sites read one tensor, autograd adds the parts up, with two reads and a write more for every one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        eps, update, query, gain, norm_gain, *sources = arguments
+        out, running, stats = mix(sources, update, query, gain, norm_gain, eps, True)
+        ctx.eps, ctx.updates = eps, update is not None
+        last = running if ctx.updates else sources[-1].view_as(sources[-1])
+        ctx.save_for_backward(query, gain, norm_gain, stats, *sources[:-1], running if ctx.updates else sources[-1])
+        ctx.set_materialize_grads(False)
+        return out, *(source.view_as(source) for source in sources[:-1]), last
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        query, gain, norm_gain, stats, *sources = ctx.saved_tensors
+        d_out, *beside = grad_outputs
+        grads, *rest = all_gradients(ctx.eps, d_out, beside, sources, query, gain, norm_gain, stats)
+        return None, grads[-1] if ctx.updates else None, *rest, *grads

@@ -205,11 +205,12 @@ def through_norm(
 
 @triton.jit
 def mix_backward(
-    sources, grads, d_out, d_running, query, gain, norm_gain, stats, partial, N, eps,
+    sources, grads, beside, d_out, query, gain, norm_gain, stats, partial, N, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
-    NORM: tl.constexpr, RUNNING: tl.constexpr,
+    NORM: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (P), each program a share of the rows. partial [P, 1 + NORM, D]: dw, the gradient of the norm's gain."""
+    """Grid (G), each program a share of the rows. partial [G, 1 + NORM, D]: dw, the gradient of the norm's gain. Bit j
+    of BESIDE: the gradient of source j from elsewhere is beside[j] and is added."""
     R: tl.constexpr = len(sources)
     P: tl.constexpr = triton.next_power_of_2(R)
     DTYPE: tl.constexpr = d_out.dtype.element_ty
@@ -246,8 +247,8 @@ def mix_backward(
             along_w = pick(along_w_P, j_P, j)
             dw_B += along_w * v_B
             dv_B = pick(a_P, j_P, j) * g_B + along_w * w_B + pick(along_v_P, j_P, j) * v_B
-            if RUNNING and j == R - 1:
-                dv_B += tl.load(d_running + start + d_B, mask=d_B < D, other=0.0).to(tl.float32)
+            if (BESIDE >> j) % 2 == 1:
+                dv_B += tl.load(beside[j] + start + d_B, mask=d_B < D, other=0.0).to(tl.float32)
             tl.store(grads[j] + start + d_B, dv_B.to(DTYPE), mask=d_B < D)
     partial_B = partial + tl.program_id(0).to(tl.int64) * ((1 + NORM) * D) + d_B
     tl.store(partial_B, dw_B, mask=d_B < D)

@@ -7,20 +7,20 @@ from typing import Any
 from rille.ops.ahead import Specimen
 from rille.ops.attn_res import mix, mix_kernels, wide_kernels
 
-POINTERS = {"*bf16": "update query gain norm_gain out running d_out d_running", "*fp32": "stats partial", "i32": "N"}
+POINTERS = {"*bf16": "update query gain norm_gain out running d_out", "*fp32": "stats partial", "i32": "N"}
 TYPES = {name: kind for kind, names in POINTERS.items() for name in names.split()} | {"eps": "fp32"}
 
 
 def specimen(name: str, kernel: Any, R: int, D: int, warps: int, constexprs: dict[str, Any], **limits: Any) -> Specimen:
-    types: dict[str, Any] = TYPES | dict.fromkeys(("sources", "grads"), ("*bf16",) * R)
-    absent = dict.fromkeys("update norm_gain d_running".split())
+    types: dict[str, Any] = TYPES | dict.fromkeys(("sources", "grads", "beside"), ("*bf16",) * R)
+    absent = dict.fromkeys("update norm_gain".split())
     absent = {k: v for k, v in absent.items() if k in kernel.arg_names and not constexprs[FLAGS[k]]}
     signature = {name: types[name] for name in kernel.arg_names if name not in constexprs | absent}
     whole = tuple(name for name in types if name not in ("eps", "N"))
     return Specimen(f"attn_res_{name}", kernel, signature, constexprs | absent, warps, divisible=whole, **limits)
 
 
-FLAGS = {"update": "UPDATE", "norm_gain": "NORM", "d_running": "RUNNING"}
+FLAGS = {"update": "UPDATE", "norm_gain": "NORM"}
 
 
 def forward(R: int, D: int, fused: bool = False) -> Specimen:
@@ -37,7 +37,7 @@ def backward(R: int, D: int, fused: bool = False) -> Specimen:
     sizes: dict[str, Any] = dict(D=D, BLOCK=p.BLOCK, LANES=32 * p.backward_warps, VEC=p.VEC)
     sizes |= {} if p.wide_backward else dict(HELD=p.HELD)
     kernel = wide_kernels.wide_backward if p.wide_backward else mix_kernels.mix_backward
-    return specimen(name, kernel, R, D, p.backward_warps, sizes | dict(NORM=fused, RUNNING=fused))
+    return specimen(name, kernel, R, D, p.backward_warps, sizes | dict(NORM=fused, BESIDE=(1 << R) - 1 if fused else 0))
 
 
 SHAPES = [(9, 7168), (5, 7168), (9, 4096), (4, 2048), (5, 512)]

@@ -106,9 +106,9 @@ def finish(
 
 @triton.jit
 def wide_backward(
-    sources, grads, d_out, d_running, query, gain, norm_gain, stats, partial, N, eps,
+    sources, grads, beside, d_out, query, gain, norm_gain, stats, partial, N, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, NORM: tl.constexpr,
-    RUNNING: tl.constexpr,
+    BESIDE: tl.constexpr,
 ):  # fmt: skip
     """Grid (G), each program every so-manieth row. partial [G, 1 + NORM, D]: dw, the gradient of the norm's gain."""
     R: tl.constexpr = len(sources)
@@ -144,9 +144,9 @@ def wide_backward(
             dw_B += along_w * v_B
             dv_B = pick(a_P, j_P, j) * g_B + pick(along_v_P, j_P, j) * v_B
             dv_B += along_w * weights_of_score(query, gain, d_B, D)
-            if RUNNING:
-                last = (d_B < D) & (j == R - 1)
-                dv_B += tl.load(d_running + here_B, mask=last, other=0.0).to(tl.float32)
+            if BESIDE:
+                there_B = (d_B < D) & ((BESIDE >> j) % 2 == 1)
+                dv_B += tl.load(chosen(beside, j) + here_B, mask=there_B, other=0.0).to(tl.float32)
             tl.store(chosen(grads, j) + here_B, dv_B.to(DTYPE), mask=d_B < D)
     partial_B = partial + tl.program_id(0).to(tl.int64) * ((1 + NORM) * D) + d_B
     tl.store(partial_B, dw_B, mask=d_B < D)
