@@ -6,8 +6,9 @@ The gate compares outputs and gradients with the definition in float64, and two 
 medians of CUDA graphs, with gradients through autograd, ours and the peers' alike ("host" is one forward and backward
 called from Python instead). "mix" is the mixture alone, "site" adds to the running sum before it and norms after it.
 The floor counts each source read and each result written once, at the speed of a device copy measured in the same run.
-Peers: fast-attnres, fla, torch.compile of the definition. --sweep times other forms and sizes of the kernels. A time
-that fails is named and the others go on. The table comes last; FOLDER/attn_res.json holds the numbers.
+Peers: fast-attnres, fla, torch.compile of the definition. All sites of a model alone, beside plain residuals with the
+same norms, say what a training step pays. --sweep times other forms and sizes of the kernels. A time that fails is
+named and the others go on. The tables come last; FOLDER/attn_res.json holds the numbers.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ from typing import Any
 
 import torch
 import triton
-from torch import Tensor
+from torch import Tensor, nn
 
+from rille.model.attn_res import Depth, Mix, Plain
 from rille.ops.attn_res import attn_res, attn_res_handed, attn_res_site, mix, reference
 
 EPS = 1e-6
+# Layers, layers of a block, N, D: the sites of `nano` and of a stack of 24 layers in 4 blocks.
+STACKS = [(12, 3, 131072, 512), (24, 6, 32768, 2048)]
 SHAPES = [(9, 8192, 7168), (5, 8192, 7168), (4, 32768, 2048), (5, 131072, 512)]  # R sources, N tokens, D width
 BF16, FP32 = torch.bfloat16, torch.float32
 GATE = [
@@ -206,6 +210,46 @@ def measure(R: int, N: int, D: int, speed: float, names: list[str]) -> dict[str,
     return row
 
 
+def stack(layers: int, block_layers: int, N: int, D: int, mixes: bool) -> Callable[[], Any]:
+    """Forward and backward of all sites of a model, whose sub-layers return what they read."""
+
+    def new(*shape: int) -> nn.Parameter:
+        return nn.Parameter(torch.randn(shape, device="cuda").mul_(D**-0.5).bfloat16())
+
+    sites = [(Mix(new, D, EPS) if mixes else Plain(), new(D)) for _ in range(2 * layers)]
+    embedded = torch.randn(N, D, device="cuda").bfloat16().requires_grad_()
+    seed = torch.randn_like(embedded)
+    leaves = [embedded, *(gain for _, gain in sites)]
+    leaves += [x for site, _ in sites[1:] for x in site.parameters()]  # the first site reads one source
+
+    def step() -> Any:
+        depth = Depth(embedded)
+        for layer in range(layers):
+            (attn, attn_gain), (ffn, ffn_gain) = sites[2 * layer : 2 * layer + 2]
+            x, depth = attn.normed(depth, None, attn_gain, EPS)
+            depth = depth.close() if layer % block_layers == 0 else depth
+            x, depth = ffn.normed(depth, x, ffn_gain, EPS)
+            depth = depth.add(x)
+        return torch.autograd.grad(depth.sum, leaves, seed)
+
+    return step
+
+
+def measure_stack(layers: int, block_layers: int, N: int, D: int) -> dict[str, Any]:
+    """What Attention Residuals add to a training step beside plain residuals: ms, and GB at the peak."""
+    row: dict[str, Any] = {"work": f"{layers} layers, {block_layers} a block, N{N} D{D}"}
+    for name, mixes in (("plain", False), ("attn_res", True)):
+        step = stack(layers, block_layers, N, D, mixes)
+        timed(row, f"{name} ms", step)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        row[f"{name} GB"] = (torch.cuda.max_memory_allocated() - before) * 1e-9
+    row["more ms"] = row["attn_res ms"] - row["plain ms"]
+    return row
+
+
 # Changes of the plan: at most four forms each way. Wide ones only where rows are wide.
 FORWARD_SWEEP: dict[str, dict[str, Any]] = {
     "stream w8": dict(wide_forward=True, forward_warps=8, STAGES=12),
@@ -244,7 +288,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     """One line a number, one column a shape."""
     for name in dict.fromkeys(name for row in rows for name in row):
         cells = (row.get(name, "") for row in rows)
-        print(f"{name:<12}", *(f"{c:>18.4f}" if isinstance(c, float) else f"{c:>18}" for c in cells))
+        print(f"{name:<13}", *(f"{c:>19.4f}" if isinstance(c, float) else f"{c:>19}" for c in cells))
 
 
 def parse() -> argparse.Namespace:
@@ -266,6 +310,7 @@ def times(options: argparse.Namespace, report: dict[str, Any]) -> None:
         report["rows"].append(measure(*shape, speed, [*names, *more]))
         print(" ", report["rows"][-1], flush=True)
         torch.cuda.empty_cache()
+    report["stacks"] = [measure_stack(*sizes) for sizes in STACKS]
     if options.sweep:
         report["sweep"] = {what: sweep(*SHAPES[0], what == "site") for what in ("mix", "site")}
 
@@ -286,6 +331,8 @@ def main() -> None:
             print(f"\nsweep {name}, ms:", ", ".join(f"{what} {ms:.3f}" for what, ms in found.items()))
         print(f"\n{report['device']}, copy {report['copy TB/s']:.2f} TB/s; ms, bf16; f forward, b backward")
         print_table(report["rows"])
+        print("all sites of a model, forward and backward:")
+        print_table(report["stacks"])
     failures = [f"gate: {what} is off by {error:.2e}" for what, error, limit in report["gate"] if not error <= limit]
     if failures:
         raise SystemExit("\n".join(failures))
