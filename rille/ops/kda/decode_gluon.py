@@ -289,18 +289,22 @@ def store_tail(tail, channel_N, x1_N, x2_N, x3_N, W: gl.constexpr, C: gl.constex
 
 
 @gluon.jit
-def fetch_later(states, slots, state_slot, AHEAD: gl.constexpr, H: gl.constexpr, SIZE: gl.constexpr):
-    """Ask for the state of the program AHEAD places later to come into the L2 cache: memory is then busy while this
-    program computes. Programs that share a multiprocessor load, compute and store at about the same time."""
-    later = gl.program_id(0) + H * gl.program_id(1) + AHEAD
-    if later < H * gl.num_programs(1):
-        slot = gl.load(slots + later // H).to(gl.int64)
-        if slot >= 0:
-            line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-            lines = states + slot * state_slot + (later % H) * SIZE + 32 * gl.arange(0, SIZE // 32, layout=line)
-            gl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines.to(gl.int64)], gl.int32, False, 1
-            )
+def stand_back(FIRST: gl.constexpr, CYCLES: gl.constexpr, H: gl.constexpr):
+    """Programs FIRST .. 2 FIRST - 1 wait at their start. Two programs share a multiprocessor, and those that start
+    together load together, compute together and store together: memory waits while they compute, and they wait for
+    memory. So the second on each multiprocessor starts later, and so does whatever follows in its place."""
+    program = gl.program_id(0) + H * gl.program_id(1)
+    if (program >= FIRST) & (program < 2 * FIRST):
+        wait: gl.constexpr = """{
+            .reg .u32 start, now; .reg .pred early;
+            mov.u32 start, %clock;
+        again: nanosleep.u32 100;
+            mov.u32 now, %clock; sub.u32 now, now, start; setp.lt.u32 early, now, $1;
+            @early bra again;
+            mov.u32 $0, now;
+        }"""
+        cycles = gl.full([32 * gl.num_warps()], CYCLES, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        gl.inline_asm_elementwise(wait, "=r,r", [cycles], gl.int32, False, 1)
 
 
 @gluon.jit
@@ -395,7 +399,7 @@ def verify(
     tails, states, slots, lower_bound, eps,
     tokens: gl.constexpr, past_tokens: gl.constexpr, qkv_row, z_row, b_row, gate_row, tail_slot, state_slot,
     H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, W: gl.constexpr, BOUNDED: gl.constexpr, LANES: gl.constexpr,
-    SCATTER: gl.constexpr, AHEAD: gl.constexpr, LOG_T: gl.constexpr, LOG_P: gl.constexpr,
+    SCATTER: gl.constexpr, FIRST: gl.constexpr, WAIT: gl.constexpr, LOG_T: gl.constexpr, LOG_P: gl.constexpr,
 ):  # fmt: skip
     """Grid (H, B). Commit, then try, as in the twin. Tiles have T = 2^LOG_T and P = 2^LOG_P rows."""
     T: gl.constexpr = 1 << LOG_T
@@ -411,6 +415,8 @@ def verify(
         clear(y, tokens, T, V, HV)
         return
 
+    if WAIT > 0:
+        stand_back(FIRST, WAIT, H)
     # Everything small is asked for first: it is needed first.
     count = gl.minimum(gl.maximum(count, 0), past_tokens)
     line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -440,8 +446,6 @@ def verify(
     state_VK = states + slot * state_slot + head * (V * K) + gl.arange(0, V, layout=over_V)[:, None] * K
     state_VK += gl.arange(0, K, layout=over_K)[None, :]
     S_VK = gl.load(state_VK)
-    if AHEAD > 0:
-        fetch_later(states, slots, state_slot, AHEAD, H, V * K)
 
     barrier()  # tail and remembered inputs are read before they are written
     if count > 0:

@@ -21,13 +21,13 @@ WHOLE = tuple(name for name in TYPES if name not in ("tokens", "past_tokens", "l
 
 def specimen(
     name: str, kernel: Any, K: int = 128, V: int = 128, B: int = 32, bounded: bool = True, tokens: int = 8,
-    ahead: int = 0,
 ) -> Specimen:  # fmt: skip
     constexprs: dict[str, Any] = dict(H=96, K=K, V=V, W=4, BOUNDED=bounded)
     spread = decode_launch.decode_spread(K, V, B)
     if name.startswith("verify_gluon"):
-        spread = decode_launch.verify_spread(K, V)._replace(ahead=ahead)
-        constexprs |= dict(tokens=tokens, past_tokens=tokens, SCATTER=spread.scatter, AHEAD=spread.ahead)
+        spread = decode_launch.verify_spread(K, V)
+        constexprs |= dict(tokens=tokens, past_tokens=tokens, SCATTER=spread.scatter)
+        constexprs |= dict(FIRST=132, WAIT=3 * tokens * spread.wait)
         constexprs |= decode_launch.tiles(tokens, tokens)
     if "gluon" in name:
         constexprs |= dict(LANES=spread.lanes)
@@ -44,7 +44,6 @@ SPECIMENS = [
     specimen("decode_gluon_k64", decode_gluon.decode, K=64, V=64),
     specimen("decode_gluon_v256", decode_gluon.decode, V=256),
     specimen("verify_gluon", decode_gluon.verify),
-    specimen("verify_gluon_ahead", decode_gluon.verify, ahead=264),
     specimen("verify_gluon_4", decode_gluon.verify, tokens=4),
     specimen("verify_gluon_1", decode_gluon.verify, tokens=1),
     specimen("verify_gluon_softplus", decode_gluon.verify, bounded=False),

@@ -23,7 +23,7 @@ from rille.ops.kda.arguments import Gate, PooledState, State
 from rille.ops.kda.chunk import CHUNK, TILE, check_lower_bound
 from rille.ops.kda.intra import intra_kernel
 from rille.ops.kda.launching import heads_of, launch, rows_of, tiles_of
-from rille.ops.kda.operands import INTERPRET, Intra, operand_type, packed_heads, packed_states, types
+from rille.ops.kda.operands import INTERPRET, Intra, multiprocessors, operand_type, packed_heads, packed_states, types
 from rille.ops.kda.segment_launch import border_states
 from rille.ops.kda.segments import Segments, segments_of
 from rille.ops.kda.state_pass import state_pass_kernel
@@ -335,12 +335,6 @@ def launch_ring(
     tiles += [heads_of(v_NHV, CHUNK, BV), tiles_of(chunks.decay_MHK, 1), heads_of(o_NHV, CHUNK, BV)]
     shape = dict(H=H, K=K, V=V, BV=BV, STAGES=split.stages, num_warps=split.num_warps)
     launch(state_pass_ring_kernel, programs, (*tiles, o_NHV, *indices), **shape)
-
-
-@torch.compiler.assume_constant_result
-@lru_cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @lru_cache

@@ -5,6 +5,7 @@ Suffixes: N packed tokens, S sequences, M chunks, H heads, C = 64 rows of a chun
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,12 @@ def operand_type(x: Tensor) -> torch.dtype:
 
 def types(dtype: torch.dtype) -> dict[str, Any]:
     return dict(OPERAND=tl.float32 if dtype == torch.float32 else tl.bfloat16, INTERPRET=INTERPRET)
+
+
+@torch.compiler.assume_constant_result
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def packed_heads(x: Tensor) -> Tensor:
