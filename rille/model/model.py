@@ -33,7 +33,7 @@ from rille.model.arguments import (
 from rille.model.attn_res import Depth
 from rille.model.block import Block, site
 from rille.model.config import K3Config
-from rille.model.context import Context
+from rille.model.context import Context, no_tap
 from rille.model.initialise import initialise
 from rille.model.media import Media, PatchedImages, checked_grids, expand, feature_rows
 from rille.model.memory import Memory
@@ -120,6 +120,8 @@ class K3(nn.Module):
         return depth
 
     def finish(self, depth: Depth, ctx: Context) -> Tensor:
+        if ctx.tap is no_tap:
+            return self.output_mix.normed(depth, None, self.norm, self.config.norm_eps)[0]
         mixed_ND = ctx.tap("output_mix", self.output_mix(depth))
         return ctx.tap("final_norm", rms_norm(mixed_ND, self.norm, self.config.norm_eps))
 
