@@ -51,8 +51,8 @@ from rille.text.vocabulary import Tokenizer
 
 
 class Engine:
-    """checkpoint: a directory, or a model. config: how it uses the machine; single settings may be given by name.
-    drafter: by its name there, or one of your own.
+    """checkpoint: a directory, or a model, which stays as and where it is. config: how it uses the machine; single
+    settings may be given by name. drafter: by its name there, or one of your own.
 
         engine = rille.Engine("runs/tiny", max_running=8)
         [[one]] = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=16, temperature=0))

@@ -27,6 +27,8 @@ from rille.serve.schema import QueueFull, Request, TooLarge, Unavailable
 from rille.serve.sequences import Part, Sequence
 from rille.serve.tier import Tier
 
+PATIENCE = 200  # steps in which a sequence finds no room, before those that came later are held back
+
 
 @dataclass
 class Step:
@@ -147,8 +149,9 @@ class Scheduler:
         for sequence in [s for s in self.running if s.num_left == 1]:
             if sequence.holding is not None:
                 budget -= self._decode(sequence, budget, step)
+        unused = 0
         for kind, room in self._allotments(max(budget, 0)):
-            self._prefill(kind, room, step)
+            unused = self._prefill(kind, room + unused, step)
         return step
 
     def _expire(self, now: float) -> list[Sequence]:
@@ -237,15 +240,25 @@ class Scheduler:
                 wanted += 0 if sequence.is_led else sequence.num_left
         return min(wanted, most)
 
-    def _prefill(self, kind: Kind, room: int, step: Step) -> None:
+    def _prefill(self, kind: Kind, room: int, step: Step) -> int:
+        """Prompts of one kind, those that have begun first; returns the tokens of `room` that are left."""
         busy = {id(part.sequence) for part in step.parts}
         for sequence in [s for s in self.running if s.kind == kind.name and id(s) not in busy]:
             if sequence.holding is not None and room > 0:
                 room -= self._chunk(sequence, room, step)
         for sequence in [s for s in self.waiting[kind.name] if not s.is_led]:
-            if room < 1 or len(self.running) >= self.config.max_running or not self._admit(sequence):
-                return
+            if room < 1 or len(self.running) >= self.config.max_running or self._must_yield(sequence):
+                break
+            if not self._admit(sequence):
+                sequence.num_refusals += 1
+                break
             room -= self._chunk(sequence, room, step)
+        return max(room, 0)
+
+    def _must_yield(self, sequence: Sequence) -> bool:
+        """Whether another has waited for memory so long that what becomes free is kept for it."""
+        heads = (queue[0] for queue in self.waiting.values() if queue)
+        return any(s.num_refusals > PATIENCE and s is not sequence and s.rank < sequence.rank for s in heads)
 
     def _chunk(self, sequence: Sequence, room: int, step: Step) -> int:
         holding = sequence.holding
@@ -266,7 +279,7 @@ class Scheduler:
         if sequence.parked_at is not None and self.park is not None and self.park.has(_name(sequence)):
             return self._unpark(sequence)
         is_alone = not self.running
-        fits = self.cache.cost(sequence.chain) <= self.cache.available
+        fits = self.cache.cost(sequence.chain) <= self.cache.available - self._promised()
         if not fits and not is_alone:
             return False
         admission = self.cache.admit(sequence.chain, counted=sequence.cached is None, cold=not fits)
@@ -283,6 +296,11 @@ class Scheduler:
         self._start(sequence)
         return True
 
+    def _promised(self) -> int:
+        """Pages that prompts under way have yet to take."""
+        holdings = [(s.holding, len(s.chain)) for s in self.running if s.holding is not None]
+        return sum(max(0, self.cache.pages_for(n) - len(h.latents) - len(h.state)) for h, n in holdings)
+
     def _unpark(self, sequence: Sequence) -> bool:
         assert self.park is not None and sequence.parked_at is not None
         holding = unpark(self.cache, sequence.chain, sequence.parked_at, self.park, _name(sequence))
@@ -293,6 +311,7 @@ class Scheduler:
         return True
 
     def _start(self, sequence: Sequence) -> None:
+        sequence.num_refusals = 0
         self.waiting[sequence.kind].remove(sequence)
         insort(self.running, sequence, key=lambda s: s.rank)
 

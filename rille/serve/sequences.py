@@ -22,8 +22,8 @@ class Sequence:
     """order: when it came, among all. stops: boundaries of the prompt that leave a checkpoint; fork: the one among them
     where others went another way. drafts: tokens to verify in the next step. copies, clear: what must happen to its
     pages before its next step. cached: tokens of the prompt that were there when it first ran, None before. parked_at:
-    tokens that it had consumed when it was copied out. leader: the first choice of the request, which reads the prompt
-    for all."""
+    tokens that it had consumed when it was copied out. num_refusals: steps in which there was no memory for it. leader:
+    the first choice of the request, which reads the prompt for all."""
 
     request: Request
     id: str
@@ -41,6 +41,7 @@ class Sequence:
     clear: tuple[int, ...] = ()
     cached: int | None = None
     parked_at: int | None = None
+    num_refusals: int = 0
     is_done: bool = False
 
     @property

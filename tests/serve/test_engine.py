@@ -10,6 +10,7 @@ from rille.serve.audit import audit_scheduler
 from rille.serve.engine import Engine
 from rille.serve.generate import generate
 from rille.serve.schema import Request, SamplingParams, TooLarge
+from rille.serve.score import score
 from rille.serve.speculation import Draft
 from tests.train.small import MODEL
 
@@ -214,6 +215,21 @@ def test_deterministic_is_the_same_bits(model):
     warm.generate([prompts[2]], params)
     [[reused]] = warm.generate([longer], params)
     assert reused.usage.cached_tokens == 64 and (fresh.tokens, fresh.logprobs) == (reused.tokens, reused.logprobs)
+
+
+def test_deterministic_figures_are_those_of_the_slow_twin_to_the_bit(model):
+    params = SamplingParams(max_tokens=25, temperature=1.0, seed=5)
+    prompts = [prompt(n, seed=n) for n in (1, 63, 64, 65, 200)]
+    served = engine(model, deterministic=True)
+    for _ in range(2):  # the second time from the cache
+        for ids, (one,) in zip(prompts, served.generate(prompts, params), strict=True):
+            assert score(model, ids, one.tokens, unit=64) == one.logprobs
+    plain = engine(model).generate(prompts, params)
+    for ids, (one,) in zip(prompts, plain, strict=True):
+        assert score(model, ids, one.tokens, unit=64) == pytest.approx(one.logprobs, abs=1e-4)
+    assert score(model, [1], []) == ()
+    with pytest.raises(ValueError, match="no tokens"):
+        score(model, [], [1])
 
 
 class Scripted:

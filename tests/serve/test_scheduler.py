@@ -169,6 +169,22 @@ def test_long_prompts_do_not_starve_short_ones():
     assert not any(s in server.first_at for s in longs)
 
 
+def test_short_prompts_do_not_keep_the_memory_from_a_long_one():
+    """It needs most of the pool, which short ones that keep coming would fill for ever."""
+    kinds = (Kind("short", 64, 0.5), Kind("long", share=0.5))
+    server = FakeServer(30, 16, 2, kinds=kinds)
+    for n in range(4):
+        server.submit(ids(40, seed=n), max_tokens=30)
+    server.step()
+    (long_one,) = server.submit(ids(400), max_tokens=4)
+    for n in range(1000):
+        if server.scheduler.num_waiting < 5:
+            server.submit(ids(40, seed=10 + n), max_tokens=30)
+        server.step()
+    assert long_one.is_done and server.written[long_one] == alone(ids(400), 4)
+    server.finish().check()
+
+
 def test_several_prompts_share_a_step_with_decoding():
     server = FakeServer(token_budget=48, unit=64)
     server.submit(ids(10), max_tokens=50)
