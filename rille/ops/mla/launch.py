@@ -19,8 +19,8 @@ from rille.packing import Packing
 LOG2E = 1.4426950408889634
 INTERPRET = bool(knobs.runtime.interpret)  # asked once: torch.compile cannot trace the question
 WIDEST_KEY, WIDEST_VALUE = 192, 128
-RINGS = False  # the forward kernel in Gluon, where it fits
-KEY_RINGS = False  # the backward kernel that holds keys
+RINGS = True  # the forward kernel in Gluon, where it fits
+KEY_RINGS = True  # the backward kernel that holds keys
 PREPARED = 32  # rows of a program of `prepare_kernel`
 
 

@@ -28,7 +28,7 @@ class Blocks(NamedTuple):
 
 
 FORWARD = Blocks(128, 64, 8, 3)
-QUERIES = Blocks(128, 64, 8, 2)
+QUERIES = Blocks(128, 64, 8, 3)
 KEYS = Blocks(128, 32, 8, 2)
 
 
