@@ -314,7 +314,8 @@ class Engine:
         if self.config.poison:
             self.pages.poison(self.scheduler.cache.store.pool.free_pages())
         seconds = perf_counter() - began
-        self.lengths.note_time(step.num_tokens, seconds)
+        if all(part.count == 1 for part in step.parts):
+            self.lengths.note_time(step.num_tokens, seconds)
         self.scheduler.note_rate(step, seconds)
         return True
 

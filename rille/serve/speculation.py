@@ -159,12 +159,12 @@ class DraftLength:
     """How many tokens to guess, from what was measured. fixed: always the most."""
 
     DECAY = 0.95
-    PROBE_EVERY = 64  # steps without drafts, after which they are tried again
+    PROBE_AFTER, PROBE_LATEST = 64, 8_192  # steps without drafts until they are tried again; twice as many each time
 
     def __init__(self, most: int, *, fixed: bool = False) -> None:
         self.most, self.fixed = most, fixed
         self.rates = [0.5] * most  # of drafts that came true at a place, among those whose predecessors did
-        self._steps_off = 0
+        self._steps_off, self._probe_after = 0, self.PROBE_AFTER
         # Sums of a weighted least-squares line, seconds over tokens.
         self._w = self._n = self._t = self._nn = self._nt = 0.0
 
@@ -181,10 +181,13 @@ class DraftLength:
             if gain > best_gain:
                 best, best_gain = k, gain
         if best:
-            self._steps_off = 0
+            self._steps_off, self._probe_after = 0, self.PROBE_AFTER
             return best
         self._steps_off += 1
-        return 1 if self._steps_off % self.PROBE_EVERY == 0 else 0
+        if self._steps_off < self._probe_after:
+            return 0
+        self._steps_off, self._probe_after = 0, min(2 * self._probe_after, self.PROBE_LATEST)
+        return 1
 
     def note(self, drafted: int, accepted: int) -> None:
         """Of so many guesses of one sequence so many came true."""
@@ -192,7 +195,7 @@ class DraftLength:
             self.rates[place] = self.DECAY * self.rates[place] + (1 - self.DECAY) * (place < accepted)
 
     def note_time(self, tokens: int, seconds: float) -> None:
-        """A step of so many tokens took so long."""
+        """A step that only decodes, of so many tokens, took so long."""
         self._w, self._n, self._t, self._nn, self._nt = (
             0.99 * old + new
             for old, new in (

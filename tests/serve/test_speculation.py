@@ -116,8 +116,9 @@ def test_drafts_are_tried_again_now_and_then():
     lengths.note_time(1, 1.0)
     lengths.note_time(100, 100.0)
     lengths.rates = [0.0] * 4
-    chosen = [lengths.choose(1) for _ in range(3 * DraftLength.PROBE_EVERY)]
-    assert sum(chosen) == 3 and max(chosen) == 1
+    chosen = [lengths.choose(1) for _ in range(10_000)]
+    tried = [step for step, length in enumerate(chosen, 1) if length]
+    assert tried == [64, 192, 448, 960, 1984, 4032, 8128] and max(chosen) == 1
     assert DraftLength(4, fixed=True).choose(1000) == 4
 
 
