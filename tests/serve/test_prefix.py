@@ -103,6 +103,22 @@ def test_the_deepest_boundary_with_both():
     engine.cache.release(holding)
 
 
+def test_a_checkpoint_beyond_the_latents_does_not_count():
+    """Checkpoints at 32 and 80, and the latents of 48 to 64 gone: both groups agree on 32 and on nothing deeper."""
+    engine = FakeEngine(retention=Retention(prompt_end=False, interval=0))
+    prompt = ids(100)
+    holding, _ = engine.prefill(prompt, marks=[32, 80])
+    engine.cache.release(holding)
+    chain = Chain(prompt, UNIT)
+    assert engine.cache.lookup(chain).resumed == 80
+    engine.cache.store.abandon(engine.cache.store.latents(chain.at(64)))
+    match = engine.cache.lookup(chain)
+    assert (match.latent_length, match.resumed, len(match.latents)) == (48, 32, 2)
+    assert engine.serve(prompt) == 32
+    engine.cache.store.abandon(engine.cache.store.state(chain.at(32)))
+    assert engine.cache.lookup(Chain(prompt[:50], UNIT)).resumed == 0
+
+
 def test_a_checkpoint_goes_as_a_whole():
     engine = FakeEngine(10, groups=3, retention=Retention(interval=0))
     engine.serve(ids(40))
