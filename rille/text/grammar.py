@@ -47,11 +47,13 @@ def continuations(
     *,
     tool_choice: str | None = None,
     response_format: Mapping[str, Any] | str | None = None,
+    parallel: bool = True,
 ) -> Grammar:
     """The grammar of what may follow a prompt.
 
     start: the channel that the prompt has opened (`Prompt.channel`); where it holds a partial message, feed that text
-    to the matcher first. tools: all that may be called (`declared_tools`). Raises ValueError as `render` does.
+    to the matcher first. tools: all that may be called (`declared_tools`). parallel: several calls in one message.
+    Raises ValueError as `render` does.
     """
     checked = read_tools(tools)
     check_names(checked)
@@ -65,7 +67,7 @@ def continuations(
     writer.rule("answer", *_answers(writer, response_format, bool(offered), tool_choice == "required"))
     if offered:
         calls = " | ".join(f"call_{number}" for number in range(len(offered)))
-        writer.rule("tools", f"{_open('tools')} ({calls})+ {_close('tools')}")
+        writer.rule("tools", f"{_open('tools')} ({calls}){'+' if parallel else ''} {_close('tools')}")
     rules = "".join(writer.lines)
     terminals = "".join(f"{name}: {body}\n" for name, body in _TERMINALS.items() if f" {name} " in rules)
     return Grammar(rules + terminals, loose=tuple(writer.loose))

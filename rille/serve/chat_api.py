@@ -1,0 +1,198 @@
+"""`/v1/chat/completions`: OpenAI's chat, with `reasoning_content`, and Moonshot's `thinking` and `partial`. No torch
+here.
+
+    thinking {type, effort, keep}  over  reasoning_effort          both absent: thinking, with all the effort there is
+
+Source: OpenAI's API reference; Moonshot's API and its vendor verifier for what is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, Literal
+from uuid import uuid4
+
+from rille.serve.asking import (
+    Ask,
+    Body,
+    Json,
+    SamplingBody,
+    read_effort,
+    read_stops,
+    read_tool_choice,
+    read_top_logprobs,
+)
+from rille.serve.front import Front, Turn, token_logprobs
+from rille.serve.replying import Ended, Gathered, Piece, total
+from rille.serve.schema import Usage
+from rille.serve.sse import DONE, event
+from rille.text.reply import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
+
+
+class Thinking(Body):
+    type: Literal["enabled", "disabled"] | None = None
+    effort: str | None = None
+    keep: Literal["all"] | None = None  # the thinking of earlier turns always stays in the prompt
+
+
+class ChatBody(SamplingBody):
+    messages: list[Json]
+    tools: list[Any] | None = None
+    tool_choice: str | Json | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: Json | None = None
+    reasoning_effort: str | None = None
+    thinking: Thinking | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    modalities: list[Literal["text"]] | None = None
+
+    def ask(self) -> Ask:
+        """Raises ValueError."""
+        choice, name = read_tool_choice(self.tool_choice)
+        thinking, effort = self._effort()
+        sampling = self.sampling()
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs goes with logprobs: true only")
+        sampling["logprobs"] = bool(self.logprobs)
+        sampling["top_logprobs"] = read_top_logprobs(self.top_logprobs or 0)
+        longest = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        return Ask(
+            messages=[with_known_role(message) for message in self.messages],
+            tools=self.tools,
+            thinking=thinking,
+            effort=effort,
+            tool_choice=choice,
+            tool_name=name,
+            parallel=self.parallel_tool_calls is not False,
+            response_format=self.response_format,
+            stop=read_stops(self.stop),
+            max_tokens=longest,
+            sampling=sampling,
+        )
+
+    def _effort(self) -> tuple[bool, str | None]:
+        thinking, effort = (True, "max") if self.reasoning_effort is None else read_effort(self.reasoning_effort)
+        given = self.thinking
+        if given is not None and given.type is not None:
+            thinking = given.type == "enabled"
+        if given is not None and given.effort is not None:
+            thinking_too, effort = read_effort(given.effort, "thinking.effort")
+            thinking = thinking and thinking_too
+        return thinking, effort if effort is not None else "max"
+
+
+def with_known_role(message: Json) -> Json:
+    """OpenAI's newer word for the system."""
+    return {**message, "role": "system"} if message.get("role") == "developer" else message
+
+
+def usage_body(usage: Usage, reasoning: int) -> Json:
+    """cached_tokens stands where OpenAI's clients look for it and where Moonshot's do."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": reasoning},
+    }
+
+
+def new_call_id() -> str:
+    return f"call_{uuid4().hex[:24]}"
+
+
+async def whole(front: Front, turn: Turn, model: str, wants_logprobs: bool) -> Json:
+    """The body of a reply that is not streamed."""
+    choices = await turn.gather()
+    usage, reasoning = total(choice.end for choice in choices if choice.end is not None)
+    return {
+        "id": f"chatcmpl-{uuid4().hex}",
+        "object": "chat.completion",
+        "created": turn.created,
+        "model": model,
+        "choices": [_choice(front, index, choice, wants_logprobs) for index, choice in enumerate(choices)],
+        "usage": usage_body(usage, reasoning),
+    }
+
+
+def _choice(front: Front, index: int, choice: Gathered, wants_logprobs: bool) -> Json:
+    assert choice.end is not None, "a gathered choice has ended"
+    message: Json = {"role": "assistant", "content": choice.content}
+    if choice.reasoning is not None:
+        message["reasoning_content"] = choice.reasoning
+    if choice.calls:
+        message["content"] = choice.content or None
+        message["tool_calls"] = [
+            {"id": new_call_id(), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in choice.calls
+        ]
+    tokens = [token_logprobs(front, token) for token in choice.tokens] if wants_logprobs else None
+    return {
+        "index": index,
+        "message": message,
+        "logprobs": {"content": tokens} if wants_logprobs else None,
+        "finish_reason": choice.end.reason,
+    }
+
+
+async def stream(
+    front: Front, turn: Turn, model: str, wants_logprobs: bool, wants_usage: bool
+) -> AsyncGenerator[bytes, None]:
+    """The same reply as chunks."""
+    head: Json = {
+        "id": f"chatcmpl-{uuid4().hex}",
+        "object": "chat.completion.chunk",
+        "created": turn.created,
+        "model": model,
+    }
+    tail: Json = {"usage": None} if wants_usage else {}
+
+    def chunk(index: int, delta: Json, reason: str | None = None, logprobs: Json | None = None) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return event({**head, "choices": [choice], **tail})
+
+    opening: Json = {"role": "assistant", "content": "", **({"reasoning_content": ""} if turn.has_thinking else {})}
+    for index in range(turn.num_choices):
+        yield chunk(index, opening)
+    ends: list[Ended] = []
+    async with aclosing(turn.pieces()) as pieces:
+        async for piece in pieces:
+            if isinstance(piece, Ended):
+                ends.append(piece)
+                yield chunk(piece.index, {}, piece.reason)
+                continue
+            logprobs = _piece_logprobs(front, piece) if wants_logprobs else None
+            deltas = [delta for one in piece.events if (delta := _delta(one))] or ([{}] if logprobs else [])
+            for delta in deltas:
+                yield chunk(piece.index, delta, logprobs=logprobs)
+                logprobs = None
+    if wants_usage:
+        usage, reasoning = total(ends)
+        yield event({**head, "choices": [], "usage": usage_body(usage, reasoning)})
+    yield DONE
+
+
+def _piece_logprobs(front: Front, piece: Piece) -> Json | None:
+    return None if piece.token is None else {"content": [token_logprobs(front, piece.token)]}
+
+
+def _delta(one: Event) -> Json | None:
+    match one:
+        case Reasoning(text):
+            return {"reasoning_content": text}
+        case Content(text):
+            return {"content": text}
+        case CallBegin(index, name):
+            function = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": new_call_id(), "type": "function", "function": function}]}
+        case CallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+        case CallEnd():
+            return None
+        case _:
+            raise AssertionError(f"{one} is not for clients")

@@ -1,0 +1,219 @@
+"""`/v1/completions`: plain text or token ids, continued. Tokenise and detokenise. No torch here.
+
+Several prompts may come in one request; choice j of prompt i has the index i n + j.
+Source: OpenAI's API reference; vLLM's `/tokenize` and `/detokenize`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+from uuid import uuid4
+
+from rille.serve.asking import Ask, Body, Json, SamplingBody, read_stops, read_top_logprobs
+from rille.serve.chat_api import usage_body, with_known_role
+from rille.serve.front import Front, Turn
+from rille.serve.replying import Ended, Gathered, Piece, total
+from rille.serve.schema import TokenOutput, Usage
+from rille.serve.sse import DONE, event
+from rille.text.reply import Content
+
+MAX_PROMPTS = 256
+
+
+class CompletionBody(SamplingBody):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    echo: bool | None = None
+
+    def prompts(self, front: Front) -> list[list[int]]:
+        """Token ids of each prompt. Raises ValueError."""
+        given = self.prompt
+        if isinstance(given, str) or (given and isinstance(given[0], int)):
+            given = [given]
+        if not 0 < len(given) <= MAX_PROMPTS:
+            raise ValueError(f"prompt has {len(given)} prompts; it must have 1 to {MAX_PROMPTS}")
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo does not go with logprobs: there are none of the prompt's tokens")
+        return [front.tokenizer.encode(one) if isinstance(one, str) else _ids(one) for one in given]
+
+    def begin(self, front: Front) -> Completions:
+        """Start all prompts, or none. Raises as `Front.begin`."""
+        prompts, sampling = self.prompts(front), self.sampling()
+        sampling["stop"] = read_stops(self.stop)
+        sampling["logprobs"] = self.logprobs is not None
+        sampling["top_logprobs"] = read_top_logprobs(self.logprobs or 0, "logprobs")
+        turns: list[Turn] = []
+        is_whole = False
+        try:
+            for ids in prompts:
+                turns.append(front.begin_text(ids, self.max_tokens, sampling))
+            is_whole = True
+        finally:
+            if not is_whole:
+                for turn in turns:
+                    turn.abort()
+        echoes = [front.tokenizer.decode(ids) if self.echo else "" for ids in prompts]
+        return Completions(turns, echoes, self.logprobs is not None)
+
+
+class Completions:
+    """All prompts of one request. echoes: what each choice's text begins with."""
+
+    def __init__(self, turns: Sequence[Turn], echoes: Sequence[str], wants_logprobs: bool) -> None:
+        self.turns, self.echoes, self.wants_logprobs = turns, echoes, wants_logprobs
+        self.num_each = turns[0].num_choices
+
+    def abort(self) -> None:
+        """End what nobody will read."""
+        for turn in self.turns:
+            turn.abort()
+
+    async def pieces(self) -> AsyncGenerator[Piece | Ended, None]:
+        """Of all turns as they come, with the indices of the whole request."""
+        queue: asyncio.Queue[Piece | Ended | int] = asyncio.Queue()
+
+        async def read(place: int, turn: Turn) -> None:
+            try:
+                async with aclosing(turn.pieces()) as pieces:
+                    async for piece in pieces:
+                        queue.put_nowait(replace(piece, index=place * self.num_each + piece.index))
+            finally:
+                queue.put_nowait(place)
+
+        tasks = [asyncio.ensure_future(read(place, turn)) for place, turn in enumerate(self.turns)]
+        try:
+            left = len(tasks)
+            while left:
+                piece = await queue.get()
+                if isinstance(piece, int):
+                    left -= 1
+                    await tasks[piece]  # raises what it has raised
+                else:
+                    yield piece
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    def usage(self, ends: dict[int, Ended]) -> Usage:
+        """Of all prompts together."""
+        each = [
+            total(ends[place * self.num_each + choice] for choice in range(self.num_each))[0]
+            for place in range(len(self.turns))
+        ]
+        return Usage(
+            sum(usage.prompt_tokens for usage in each),
+            sum(usage.cached_tokens for usage in each),
+            sum(usage.completion_tokens for usage in each),
+        )
+
+
+def _ids(given: Any) -> list[int]:
+    assert isinstance(given, list), "the body's form is checked"
+    return given
+
+
+def _head(completions: Completions, model: str) -> Json:
+    created = completions.turns[0].created
+    return {"id": f"cmpl-{uuid4().hex}", "object": "text_completion", "created": created, "model": model}
+
+
+async def whole(front: Front, completions: Completions, model: str) -> Json:
+    """The body of a reply that is not streamed."""
+    gathered = [Gathered() for _ in range(len(completions.turns) * completions.num_each)]
+    ends: dict[int, Ended] = {}
+    async with aclosing(completions.pieces()) as pieces:
+        async for piece in pieces:
+            if isinstance(piece, Ended):
+                ends[piece.index] = piece
+            else:
+                gathered[piece.index].add(piece)
+    choices = [
+        {
+            "index": index,
+            "text": completions.echoes[index // completions.num_each] + choice.content,
+            "logprobs": _logprobs(front, choice.tokens, 0) if completions.wants_logprobs else None,
+            "finish_reason": ends[index].reason,
+        }
+        for index, choice in enumerate(gathered)
+    ]
+    return {**_head(completions, model), "choices": choices, "usage": usage_body(completions.usage(ends), 0)}
+
+
+async def stream(front: Front, completions: Completions, model: str, wants_usage: bool) -> AsyncGenerator[bytes, None]:
+    """The same reply as chunks."""
+    head, tail = _head(completions, model), {"usage": None} if wants_usage else {}
+    offsets: dict[int, int] = {}
+    ends: dict[int, Ended] = {}
+
+    def chunk(index: int, text: str, reason: str | None = None, logprobs: Json | None = None) -> bytes:
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return event({**head, "choices": [choice], **tail})
+
+    for place, echo in enumerate(completions.echoes):
+        for choice in range(completions.num_each if echo else 0):
+            yield chunk(place * completions.num_each + choice, echo)
+    async with aclosing(completions.pieces()) as pieces:
+        async for piece in pieces:
+            if isinstance(piece, Ended):
+                ends[piece.index] = piece
+                yield chunk(piece.index, "", piece.reason)
+                continue
+            text = "".join(one.text for one in piece.events if isinstance(one, Content))
+            logprobs = None
+            if completions.wants_logprobs and piece.token is not None:
+                logprobs = _logprobs(front, [piece.token], offsets.get(piece.index, 0))
+                offsets[piece.index] = offsets.get(piece.index, 0) + len(logprobs["tokens"][0])
+            if text or logprobs:
+                yield chunk(piece.index, text, logprobs=logprobs)
+    if wants_usage:
+        yield event({**head, "choices": [], "usage": usage_body(completions.usage(ends), 0)})
+    yield DONE
+
+
+def _logprobs(front: Front, tokens: Sequence[TokenOutput], offset: int) -> Json:
+    """OpenAI's older form: lists side by side."""
+    texts = [_text(front, token.token) for token in tokens]
+    offsets = []
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text)
+    return {
+        "tokens": texts,
+        "token_logprobs": [token.logprob for token in tokens],
+        "top_logprobs": [{_text(front, i): logprob for i, logprob in token.top_logprobs} for token in tokens],
+        "text_offset": offsets,
+    }
+
+
+def _text(front: Front, token: int) -> str:
+    return front.tokenizer.token_bytes(token).decode("utf-8", errors="replace")
+
+
+class TokenizeBody(Body):
+    """A text, or a conversation as it would be rendered."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Json] | None = None
+    tools: list[Any] | None = None
+    add_special_tokens: bool | None = None  # a text has none here, whatever is asked
+
+    def ids(self, front: Front) -> list[int]:
+        """Raises ValueError."""
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("prompt or messages: give one of them")
+        if self.prompt is not None:
+            return front.tokenizer.encode(self.prompt)
+        messages = [with_known_role(message) for message in self.messages or []]
+        return front.prepare(Ask(messages=messages, tools=self.tools)).ids
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: list[int]

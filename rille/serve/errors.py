@@ -1,0 +1,89 @@
+"""What goes wrong with a request, as the status and the body that clients of each API expect. No torch here.
+
+A message names the value, the limit and what to do; it never holds a traceback, nor anything of the machine.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rille.serve.schema import QueueFull, Refused, TooLarge, Unavailable
+
+_OPENAI_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "overloaded_error",
+}
+_ANTHROPIC_TYPES = {**_OPENAI_TYPES, 500: "api_error"}
+_NAMED = re.compile(r"(messages|tools|tool_choice|response_format|stop|n|[a-z]+(?:_[a-z]+)+|temperature)\b")
+
+
+class ApiError(Exception):
+    """A request that ends with `status`. code, param: as OpenAI's error object has them; retry_after_s: when to ask
+    again."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.code, self.param, self.retry_after_s = status, code, param, retry_after_s
+
+    @property
+    def headers(self) -> dict[str, str]:
+        if self.retry_after_s is None:
+            return {}
+        return {"Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
+
+    def openai(self) -> dict[str, Any]:
+        """The body of the OpenAI APIs."""
+        kind = _OPENAI_TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    def anthropic(self) -> dict[str, Any]:
+        """The body of the Anthropic API."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": str(self)}}
+
+
+def from_refusal(error: Refused) -> ApiError:
+    """What the engine does not take."""
+    codes = {TooLarge: "context_length_exceeded", QueueFull: "rate_limit_exceeded", Unavailable: "unavailable"}
+    wait = error.retry_after_s
+    if error.status in (429, 503) and wait is None:
+        wait = 1.0
+    return ApiError(error.status, str(error), code=codes.get(type(error)), retry_after_s=wait)
+
+
+def from_value_error(error: ValueError) -> ApiError:
+    """What the user can mend. The parameter is the first word of the message, where that names one."""
+    named = _NAMED.match(str(error))
+    return ApiError(400, str(error), code="invalid_value", param=named[1] if named else None)
+
+
+def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """A body that has not the form that it must have: the first fault, with the place."""
+    first = errors[0]
+    place = [str(step) for step in first.get("loc", ()) if step != "body"]
+    if first.get("type") == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+    if not place:
+        return ApiError(400, "the body must be a JSON object, with Content-Type: application/json")
+    name = place[0] + "".join(f"[{step}]" if step.isdigit() else f".{step}" for step in place[1:])
+    if first.get("type") == "extra_forbidden":
+        return ApiError(400, f"{name}: this server has no such parameter", code="unknown_parameter", param=name)
+    if first.get("type") == "missing":
+        return ApiError(400, f"{name}: this parameter is required", code="missing_required_parameter", param=name)
+    return ApiError(400, f"{name}: {first['msg']}", code="invalid_type", param=name)

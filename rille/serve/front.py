@@ -1,0 +1,291 @@
+"""Between the APIs and the engine: conversations become prompts, outputs become pieces of replies. No torch here.
+
+    Ask  ->  render  ->  ids, pictures, grammar  ->  engine.submit  ->  Turn  ->  Piece* Ended
+
+`Front` knows the tokenizer and what the checkpoint can do; a `Turn` is one request under way. Whoever leaves a turn
+before its end, by an error or because the client has gone, ends the request in the engine too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from time import perf_counter, time
+from typing import Any
+
+from rille.serve.asking import Ask, Json, check_response_format, check_tools
+from rille.serve.dialogue import picture_urls
+from rille.serve.errors import ApiError
+from rille.serve.meters import Meters
+from rille.serve.replying import ChatReader, Ended, Gathered, Piece, Reader, TextReader
+from rille.serve.schema import (
+    Finished,
+    Handle,
+    Request,
+    SamplingParams,
+    ServingEngine,
+    TokenOutput,
+    TooLarge,
+)
+from rille.text.chat import EncodedPrompt, Prompt, declared_tools, render
+from rille.text.grammar import Grammar, continuations
+from rille.text.images import ImageConfig, Images, decode_data_url, preprocess_images
+from rille.text.media import expand_media
+from rille.text.reply import Event
+from rille.text.vocabulary import MEDIA_PAD, Tokenizer
+
+_LONGEST_BEFORE_TIMEOUT = 0.95  # of the time limit: the engine's clock and ours do not agree to the millisecond
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What a checkpoint can do. names: what clients may call it, the first is its own; max_length: tokens of prompt and
+    reply; images: how pictures are prepared, None for a model that cannot see; media_id: the media token."""
+
+    names: tuple[str, ...]
+    max_length: int
+    images: ImageConfig | None = None
+    media_id: int | None = None
+    created: int = 0
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A prompt in tokens. grammar_prefix: text of the reply that it holds already."""
+
+    prompt: Prompt
+    ids: list[int]
+    images: tuple[Images, ...]
+    num_stable: int
+    grammar_prefix: str
+
+
+class Front:
+    """timeout_s: what is not finished then ends with 408. Every method but `Turn`'s may take long (it renders, encodes,
+    compiles): call it from a thread, not from the event loop."""
+
+    def __init__(
+        self, engine: ServingEngine, tokenizer: Tokenizer, abilities: Abilities, *, timeout_s: float | None = None
+    ) -> None:
+        self.engine, self.tokenizer, self.abilities = engine, tokenizer, abilities
+        self.timeout_s = timeout_s
+        self.meters = Meters(engine, abilities.names[0])
+        self._media_id = abilities.media_id if abilities.media_id is not None else tokenizer.specials.get(MEDIA_PAD, -1)
+
+    @property
+    def created_at(self) -> str:
+        """When the checkpoint was made, as RFC 3339 writes it."""
+        return datetime.fromtimestamp(self.abilities.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+    def check_model(self, name: str | None) -> str:
+        """The name that the reply carries. Raises ApiError 404."""
+        if name is None:
+            return self.abilities.names[0]
+        if name not in self.abilities.names:
+            known = ", ".join(self.abilities.names)
+            raise ApiError(
+                404, f"there is no model {name!r} here; there is {known}", code="model_not_found", param="model"
+            )
+        return name
+
+    # --- conversations ---
+
+    def prepare(self, ask: Ask) -> Prepared:
+        """The prompt of a conversation in tokens. Raises ValueError."""
+        check_tools(ask.messages, ask.tools)
+        check_response_format(ask.response_format)
+        pictures = [self._picture(url) for message in ask.messages for url in picture_urls(message)]
+        prompt = render(
+            ask.messages,
+            tools=ask.tools,
+            thinking=ask.thinking,
+            effort=ask.effort,
+            tool_choice=ask.tool_choice,
+            response_format=ask.response_format,
+            images=[picture.sizes[0] for picture in pictures] if pictures else None,
+        )
+        encoded = prompt.encode(self.tokenizer)
+        ids, stable = self._expanded(encoded, pictures)
+        return Prepared(prompt, ids, tuple(pictures), stable, _begun(ask.messages[-1], prompt))
+
+    def _expanded(self, encoded: EncodedPrompt, pictures: Sequence[Images]) -> tuple[list[int], int]:
+        """One media token a row of features; how many ids the next turn shares."""
+        if not pictures:
+            return encoded.ids, encoded.num_stable
+        grids = [grid for picture in pictures for grid in picture.grids.tolist()]
+        merge, head = pictures[0].merge, encoded.ids[: encoded.num_stable]
+        ids = expand_media(encoded.ids, grids, media_id=self._media_id, merge=merge)
+        early = grids[: head.count(self._media_id)]
+        return ids, len(expand_media(head, early, media_id=self._media_id, merge=merge))
+
+    def _picture(self, url: str) -> Images:
+        if self.abilities.images is None:
+            raise ValueError("messages: this model cannot see (its checkpoint has no vision tower); send no pictures")
+        return preprocess_images([decode_data_url(url)], self.abilities.images)
+
+    def begin(self, ask: Ask) -> Turn:
+        """Start a reply. Raises ValueError, and `Refused` as the engine does."""
+        prepared = self.prepare(ask)
+        offered = declared_tools(ask.messages, ask.tools)
+        grammar = self._grammar(ask, prepared, offered)
+        params = SamplingParams(
+            **{"logprobs": False, **ask.sampling},
+            max_tokens=self.room(len(prepared.ids), ask.max_tokens),
+            grammar=grammar,
+            grammar_prefix=prepared.grammar_prefix if grammar is not None else "",
+        )
+        request = Request(
+            prompt=prepared.ids,
+            params=params,
+            images=prepared.images,
+            marks=(prepared.num_stable,) if prepared.num_stable else (),
+            deadline_s=self.timeout_s,
+        )
+        drop = not offered or ask.tool_choice == "none"
+        readers = [
+            ChatReader(self.tokenizer, prepared.prompt.channel, drop_calls=drop, stops=ask.stop)
+            for _ in range(params.n)
+        ]
+        return self._submit(request, readers, has_thinking=prepared.prompt.channel == "think")
+
+    def _grammar(self, ask: Ask, prepared: Prepared, offered: Sequence[Mapping[str, Any]]) -> Grammar | None:
+        """What may be written; None where anything may."""
+        callable_tools = offered
+        if ask.tool_name is not None:
+            callable_tools = [tool for tool in offered if tool["function"]["name"] == ask.tool_name]
+            if not callable_tools:
+                raise ValueError(f"tool_choice names {ask.tool_name!r}, and no such tool is declared")
+        if not offered and (ask.response_format or {}).get("type", "text") == "text":
+            return None
+        assert prepared.prompt.channel is not None, "a prompt for a reply leaves a channel open"
+        return continuations(
+            prepared.prompt.channel,
+            callable_tools,
+            tool_choice=ask.tool_choice,
+            response_format=ask.response_format,
+            parallel=ask.parallel,
+        )
+
+    # --- plain text ---
+
+    def begin_text(self, ids: Sequence[int], max_tokens: int | None, sampling: Mapping[str, Any]) -> Turn:
+        """Continue token ids as plain text. Raises as `begin`."""
+        params = SamplingParams(**{"logprobs": False, **sampling}, max_tokens=self.room(len(ids), max_tokens))
+        request = Request(prompt=ids, params=params, deadline_s=self.timeout_s)
+        return self._submit(request, [TextReader() for _ in range(params.n)], has_thinking=False)
+
+    def room(self, num_prompt: int, wanted: int | None) -> int:
+        """Tokens that the reply may have. Raises TooLarge where that is none."""
+        left = self.abilities.max_length - num_prompt
+        if left < 1 or (wanted or 0) > left:
+            asked = f" and the {wanted:,} asked for" if wanted is not None else ""
+            raise TooLarge(
+                f"the prompt's {num_prompt:,} tokens{asked} are more than the {self.abilities.max_length:,} of a "
+                "sequence here; shorten the conversation or ask for less"
+            )
+        return left if wanted is None else wanted
+
+    def _submit(self, request: Request, readers: Sequence[Reader], has_thinking: bool) -> Turn:
+        started = perf_counter()
+        handle = self.engine.submit(request)
+        return Turn(self, handle, readers, len(request.prompt), started, has_thinking)
+
+
+class Turn:
+    """A request under way. Read `pieces` once, or `gather` all of it."""
+
+    def __init__(
+        self,
+        front: Front,
+        handle: Handle,
+        readers: Sequence[Reader],
+        num_prompt: int,
+        started: float,
+        has_thinking: bool,
+    ) -> None:
+        self.num_choices, self.num_prompt, self.has_thinking = len(readers), num_prompt, has_thinking
+        self.created = int(time())
+        self._front, self._handle, self._readers, self._started = front, handle, readers, started
+
+    async def pieces(self) -> AsyncGenerator[Piece | Ended, None]:
+        """Pieces of all choices as they come, each choice with an `Ended` of its own. Raises ApiError where the engine
+        fails, or takes too long."""
+        open_choices, engine = self.num_choices, self._front.engine
+        meter = self._front.meters.begin(self._started)
+        try:
+            async for output in self._handle:
+                reader = self._readers[output.index]
+                if isinstance(output, Finished):
+                    self._check(output, reader)
+                    open_choices -= 1
+                    if events := reader.finish(output):
+                        yield Piece(output.index, tuple(events), None)
+                    meter.ended(output)
+                    yield reader.ended(output)
+                elif not reader.is_stopped:
+                    meter.token(output.index)
+                    yield Piece(output.index, self._events(reader, output), output)
+                    if all(reader.is_stopped for reader in self._readers):
+                        engine.abort(self._handle.id)
+        finally:
+            if open_choices:
+                engine.abort(self._handle.id)
+
+    def _events(self, reader: Reader, output: TokenOutput) -> tuple[Event, ...]:
+        try:
+            return tuple(reader.take(output))
+        except ValueError as error:  # a model may have more words than its tokenizer
+            raise ApiError(500, f"this request failed: {error}") from None
+
+    def abort(self) -> None:
+        """End a turn that nobody will read."""
+        self._front.engine.abort(self._handle.id)
+
+    def _check(self, output: Finished, reader: Reader) -> None:
+        if output.reason == "error":
+            raise ApiError(500, f"this request failed: {output.error or 'the engine says no more'}")
+        if output.reason != "abort" or reader.is_stopped:
+            return
+        limit = self._front.timeout_s
+        if limit is not None and perf_counter() - self._started >= limit * _LONGEST_BEFORE_TIMEOUT:
+            raise ApiError(
+                408, f"the request took longer than the {limit:g} s that this server gives one", code="timeout"
+            )
+        raise ApiError(503, "the server is shutting down", code="unavailable", retry_after_s=10)
+
+    async def gather(self) -> list[Gathered]:
+        """All choices, whole."""
+        choices = [Gathered(self.has_thinking) for _ in range(self.num_choices)]
+        async with aclosing(self.pieces()) as pieces:
+            async for piece in pieces:
+                if isinstance(piece, Ended):
+                    choices[piece.index].end = piece
+                else:
+                    choices[piece.index].add(piece)
+        return choices
+
+
+def token_entry(front: Front, token: int, logprob: float | None) -> Json:
+    """A token as the OpenAI APIs name one: its text, its bytes, its log-probability."""
+    bytes_ = front.tokenizer.token_bytes(token)
+    return {"token": bytes_.decode("utf-8", errors="replace"), "logprob": logprob, "bytes": list(bytes_)}
+
+
+def token_logprobs(front: Front, output: TokenOutput) -> Json:
+    """A token with those that were likeliest in its place."""
+    top = [token_entry(front, token, logprob) for token, logprob in output.top_logprobs]
+    return {**token_entry(front, output.token, output.logprob), "top_logprobs": top}
+
+
+def _begun(last: Json, prompt: Prompt) -> str:
+    """Text in the open channel that a partial message has given already."""
+    if last.get("role") != "assistant" or not last.get("partial"):
+        return ""
+    content = last.get("content") or ""
+    if not isinstance(content, str):
+        content = "".join(part["text"] for part in content if part.get("type") == "text")
+    if prompt.channel == "response":
+        return content
+    return last.get("reasoning_content") or last.get("reasoning") or ""

@@ -1,0 +1,261 @@
+"""`/v1/messages`: Anthropic's API on the same conversations. No torch here.
+
+    content blocks  ->  messages in the OpenAI form  ->  Ask           pieces  ->  blocks: thinking, text, tool_use
+
+input_tokens are those of the prompt that were computed, cache_read_input_tokens the others. A signature says nothing
+here: any is taken back, and thinking without one, or none at all, too. What others have redacted cannot be read and is
+left out.
+Source: Anthropic's API reference.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any, Literal
+from uuid import uuid4
+
+from rille.serve.asking import Ask, Body, Json, read_effort, read_stops
+from rille.serve.front import Front, Turn
+from rille.serve.history import from_anthropic
+from rille.serve.replying import Call, Ended, Gathered
+from rille.serve.schema import Usage
+from rille.serve.sse import event
+from rille.text.reply import CallArguments, CallBegin, Content, Event, Reasoning
+
+SIGNATURE = "rille"
+_EFFORT_UP_TO = ((4_096, "low"), (16_384, "high"))  # tokens of a thinking budget; above: max
+
+
+class Thinking(Body):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+    display: Literal["summarized", "full"] | None = None  # it is always full
+
+
+class ToolChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class OutputConfig(Body):
+    effort: str | None = None
+    format: Json | None = None
+
+
+class MessagesBody(Body):
+    """The last parameters change nothing here, as in `SamplingBody`."""
+
+    model: str
+    messages: list[Json]
+    max_tokens: int
+    system: str | list[Json] | None = None
+    tools: list[Json] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stream: bool | None = None
+
+    metadata: Json | None = None
+    service_tier: str | None = None
+    cache_control: Json | None = None
+
+    def ask(self) -> Ask:
+        """Raises ValueError."""
+        sampling = {
+            key: value for key in ("temperature", "top_p", "top_k") if (value := getattr(self, key)) is not None
+        }
+        choice, name, parallel = self._choice()
+        thinking, effort = self._effort()
+        listed = from_anthropic(self.messages, self.system, self.tools)
+        return Ask(
+            messages=listed.messages,
+            tools=listed.tools,
+            thinking=thinking,
+            effort=effort,
+            tool_choice=choice,
+            tool_name=name,
+            parallel=parallel,
+            response_format=self._format(),
+            stop=read_stops(self.stop_sequences),
+            max_tokens=self.max_tokens,
+            sampling=sampling,
+        )
+
+    def _choice(self) -> tuple[str | None, str | None, bool]:
+        given = self.tool_choice
+        if given is None:
+            return None, None, True
+        if (given.type == "tool") != (given.name is not None):
+            raise ValueError(f"tool_choice of type {given.type!r}: a name goes with the type tool, and only with that")
+        kinds = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
+        return kinds[given.type], given.name, not given.disable_parallel_tool_use
+
+    def _effort(self) -> tuple[bool, str | None]:
+        """Thinking is off unless asked for, as in Anthropic's API."""
+        given, config = self.thinking, self.output_config
+        if given is None or given.type == "disabled":
+            return False, None
+        if config is not None and config.effort is not None:
+            return read_effort(config.effort, "output_config.effort")
+        if given.budget_tokens is None:
+            return True, "max"
+        return True, next((effort for limit, effort in _EFFORT_UP_TO if given.budget_tokens <= limit), "max")
+
+    def _format(self) -> Json | None:
+        given = self.output_config.format if self.output_config is not None else None
+        if given is None:
+            return None
+        if given.get("type") != "json_schema" or not isinstance(given.get("schema"), Mapping):
+            raise ValueError("output_config.format must be of type json_schema, with a schema")
+        return {"type": "json_schema", "json_schema": {"name": "output", "schema": given["schema"]}}
+
+
+class CountBody(Body):
+    model: str
+    messages: list[Json]
+    system: str | list[Json] | None = None
+    tools: list[Json] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: Json | None = None
+
+    def ask(self) -> Ask:
+        """Raises ValueError."""
+        return MessagesBody(**self.model_dump(exclude_none=True), max_tokens=1).ask()
+
+
+def _usage(usage: Usage) -> Json:
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+    }
+
+
+def _stop(end: Ended, stops: tuple[str, ...]) -> Json:
+    matched = end.matched if end.matched in stops else None
+    reasons = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
+    reason = "stop_sequence" if matched is not None and end.reason == "stop" else reasons[end.reason]
+    return {"stop_reason": reason, "stop_sequence": matched}
+
+
+def _message(turn: Turn, model: str) -> Json:
+    return {
+        "id": f"msg_{uuid4().hex}",
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": _usage(Usage(turn.num_prompt, 0, 0)),
+    }
+
+
+async def whole(turn: Turn, model: str, stops: tuple[str, ...]) -> Json:
+    """The body of a reply that is not streamed."""
+    (choice,) = await turn.gather()
+    assert choice.end is not None, "a gathered choice has ended"
+    return {
+        **_message(turn, model),
+        "content": _blocks(choice),
+        **_stop(choice.end, stops),
+        "usage": _usage(choice.end.usage),
+    }
+
+
+def _blocks(choice: Gathered) -> list[Json]:
+    blocks: list[Json] = []
+    if choice.reasoning:
+        blocks.append({"type": "thinking", "thinking": choice.reasoning, "signature": SIGNATURE})
+    if choice.content:
+        blocks.append({"type": "text", "text": choice.content})
+    return blocks + [_tool_use(call.name, _arguments(call)) for call in choice.calls]
+
+
+def _arguments(call: Call) -> Any:
+    """Arguments that were cut off, or are no JSON, come as a text under one name: nothing is lost."""
+    try:
+        return json.loads(call.arguments)
+    except (ValueError, RecursionError):
+        return {"unfinished": call.arguments}
+
+
+def _tool_use(name: str, arguments: Any) -> Json:
+    return {"type": "tool_use", "id": f"toolu_{uuid4().hex[:24]}", "name": name, "input": arguments}
+
+
+async def stream(turn: Turn, model: str, stops: tuple[str, ...]) -> AsyncGenerator[bytes, None]:
+    """The same reply as events."""
+    yield _named({"type": "message_start", "message": _message(turn, model)})
+    writer = _BlockWriter()
+    async with aclosing(turn.pieces()) as pieces:
+        async for piece in pieces:
+            if isinstance(piece, Ended):
+                for one in writer.close():
+                    yield _named(one)
+                yield _named({"type": "message_delta", "delta": _stop(piece, stops), "usage": _usage(piece.usage)})
+                continue
+            for one in piece.events:
+                for body in writer.write(one):
+                    yield _named(body)
+    yield _named({"type": "message_stop"})
+
+
+def _named(body: Json) -> bytes:
+    return event(body, body["type"])
+
+
+class _BlockWriter:
+    """Which block is open, and what opens, continues and closes it."""
+
+    def __init__(self) -> None:
+        self._index = -1
+        self._open: str | None = None
+
+    def write(self, one: Event) -> list[Json]:
+        match one:
+            case Reasoning(text):
+                empty = {"type": "thinking", "thinking": "", "signature": ""}
+                return [*self._enter("thinking", empty), self._delta({"type": "thinking_delta", "thinking": text})]
+            case Content(text):
+                opened = self._enter("text", {"type": "text", "text": ""})
+                return [*opened, self._delta({"type": "text_delta", "text": text})]
+            case CallBegin(_, name):
+                return [*self.close(), *self._enter("tool_use", _tool_use(name, {}))]
+            case CallArguments(_, text):
+                return [self._delta({"type": "input_json_delta", "partial_json": text})]
+        return []
+
+    def _enter(self, kind: str, block: Json) -> list[Json]:
+        if self._open == kind:
+            return []
+        closed = self.close()
+        self._open, self._index = kind, self._index + 1
+        return [*closed, {"type": "content_block_start", "index": self._index, "content_block": block}]
+
+    def close(self) -> list[Json]:
+        if self._open is None:
+            return []
+        signed = []
+        if self._open == "thinking":
+            signed = [self._delta({"type": "signature_delta", "signature": SIGNATURE})]
+        self._open = None
+        return [*signed, {"type": "content_block_stop", "index": self._index}]
+
+    def _delta(self, delta: Json) -> Json:
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+
+
+def count(front: Front, ask: Ask) -> Json:
+    """The body of `/v1/messages/count_tokens`."""
+    return {"input_tokens": len(front.prepare(ask).ids)}

@@ -1,0 +1,136 @@
+"""What `/metrics` shows: the engine's figures and the latencies seen from here, under vLLM's names. No torch here.
+
+vLLM's names begin with `vllm:`; what it has no name for begins with `rille:`. Times are seconds, sizes tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from time import perf_counter
+from typing import get_args
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from rille.serve.schema import EngineStats, Finished, FinishReason, MissReason, ServingEngine
+
+FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+BETWEEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+WHOLE = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+
+_COUNTERS = {
+    "vllm:prompt_tokens": ("prompt_tokens", "prompt tokens that were computed"),
+    "vllm:generation_tokens": ("generated_tokens", "tokens that were written"),
+    "vllm:prefix_cache_queries": ("cache_queries", "prompt tokens that were looked up"),
+    "vllm:prefix_cache_hits": ("cache_hits", "prompt tokens that were not computed"),
+    "vllm:external_prefix_cache_hits": ("external_hits", "of the hits those that came from the outer tier"),
+    "vllm:num_preemptions": ("preemptions", "sequences set aside for want of memory"),
+    "vllm:spec_decode_num_draft_tokens": ("drafted", "tokens guessed"),
+    "vllm:spec_decode_num_accepted_tokens": ("accepted", "tokens guessed that came true"),
+    "rille:prefix_cache_latent_hits": ("latent_hits", "prompt tokens with latents there, usable or not"),
+    "rille:requests_refused": ("refused", "requests that were not taken"),
+    "rille:steps": ("steps", "steps of the engine"),
+}
+_GAUGES = {
+    "vllm:num_requests_running": ("running", "sequences that run"),
+    "vllm:num_requests_waiting": ("waiting", "sequences that wait"),
+    "rille:pages_total": ("pages_total", "pages of the pool"),
+    "rille:pages_used": ("pages_used", "pages that running sequences hold"),
+    "rille:pages_cached": ("pages_cached", "pages that could be evicted"),
+    "rille:checkpoints": ("checkpoints", "KDA states that can be resumed"),
+    "rille:batch_tokens": ("batch_tokens", "tokens of the last step"),
+    "rille:draft_length": ("draft_length", "tokens guessed at once in the last step"),
+    "rille:weights_version": ("version", "version of the weights"),
+}
+
+
+class Meters:
+    """One registry for one server."""
+
+    def __init__(self, engine: ServingEngine, model: str) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_FromStats(engine, model))
+        self.first, self.between, self.whole = (
+            Histogram(name, text, ["model_name"], registry=self._registry, buckets=buckets).labels(model)
+            for name, text, buckets in (
+                ("vllm:time_to_first_token_seconds", "from submission to the first token", FIRST),
+                ("vllm:inter_token_latency_seconds", "between two tokens of a choice", BETWEEN),
+                ("vllm:e2e_request_latency_seconds", "from submission to the end of a choice", WHOLE),
+            )
+        )
+
+    def text(self) -> bytes:
+        """All of it in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def begin(self, started: float) -> Meter:
+        """The clock of one request, which began at `started` (perf_counter)."""
+        return Meter(self, started)
+
+
+class Meter:
+    def __init__(self, meters: Meters, started: float) -> None:
+        self._meters, self._started = meters, started
+        self._last: dict[int, float] = {}
+
+    def token(self, index: int) -> None:
+        now = perf_counter()
+        if index in self._last:
+            self._meters.between.observe(now - self._last[index])
+        else:
+            self._meters.first.observe(now - self._started)
+        self._last[index] = now
+
+    def ended(self, finished: Finished) -> None:
+        if finished.reason in ("stop", "length"):
+            self._meters.whole.observe(perf_counter() - self._started)
+
+
+class _FromStats(Collector):
+    """Figures that the engine keeps, read when somebody asks."""
+
+    def __init__(self, engine: ServingEngine, model: str) -> None:
+        self._engine, self._model = engine, model
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._engine.stats()
+        for name, (field, text) in _COUNTERS.items():
+            yield self._counter(name, text, getattr(stats, field))
+        for name, (field, text) in _GAUGES.items():
+            yield self._gauge(name, text, getattr(stats, field))
+        share = stats.pages_used / stats.pages_total if stats.pages_total else 0.0
+        yield self._gauge("vllm:kv_cache_usage_perc", "share of the pages that running sequences hold", share)
+        yield from self._labelled(stats)
+
+    def _labelled(self, stats: EngineStats) -> Iterator[Metric]:
+        misses = CounterMetricFamily(
+            "rille:prefix_cache_miss_tokens",
+            "prompt tokens that were computed, by reason",
+            labels=["model_name", "reason"],
+        )
+        for reason in get_args(MissReason):
+            misses.add_metric([self._model, reason], stats.misses.get(reason, 0))
+        finished = CounterMetricFamily(
+            "vllm:request_success", "choices that ended, by reason", labels=["model_name", "finished_reason"]
+        )
+        for reason in get_args(FinishReason):
+            finished.add_metric([self._model, reason], stats.finished.get(reason, 0))
+        places = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "tokens guessed that came true, by their place in the draft",
+            labels=["model_name", "position"],
+        )
+        for place, count in enumerate(stats.accepted_at):
+            places.add_metric([self._model, str(place)], count)
+        yield from (misses, finished, places)
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, text, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
