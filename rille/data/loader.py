@@ -69,6 +69,10 @@ class Loader:
         """Epochs that are complete."""
         return self._epoch
 
+    def epochs(self) -> dict[str, float]:
+        """How often the pieces were read so far; of a text with domains each would have its own number."""
+        return {"all": self._epoch + self._piece / len(self._order)}
+
     def __iter__(self) -> Iterator[Batch]:
         return self
 

@@ -59,7 +59,7 @@ def restore(run: Run, path: Path) -> None:
     numbers = read_numbers(path)
     check_resumable(numbers["settings"], settings(run.config), str(path))
     tensors = read_tensors(path)
-    wanted = {f"model.{name}": weight.shape for name, weight in _weights(run).items()}
+    wanted = {f"model.{name}": weight.shape for name, weight in weights(run).items()}
     wanted["random"] = torch.get_rng_state().shape
     if wrong := [name for name, shape in wanted.items() if name not in tensors or tensors[name].shape != shape]:
         raise damaged(path / TENSORS, path, f"absent or of another shape: {shorten(wrong)}")
@@ -110,7 +110,7 @@ def remove_unfinished(out: Path) -> None:
 
 
 def _tensors(run: Run) -> Iterator[tuple[str, Tensor]]:
-    for name, weight in _weights(run).items():
+    for name, weight in weights(run).items():
         yield f"model.{name}", weight.detach().contiguous()
     for name, values in _optimizer_states(run.optimizer):
         for key, value in values.items():
@@ -118,7 +118,7 @@ def _tensors(run: Run) -> Iterator[tuple[str, Tensor]]:
     yield "random", torch.get_rng_state()
 
 
-def _weights(run: Run) -> dict[str, Tensor]:
+def weights(run: Run) -> dict[str, Tensor]:
     """What the optimiser moves: each parameter by name, or the fp32 master that it is the rounding of."""
     pairs = run.optimizer.pairs if isinstance(run.optimizer, Masters) else ()
     masters = {id(held): master for held, master in pairs}

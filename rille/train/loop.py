@@ -9,8 +9,9 @@ and that go to the loggers. `pretrain.py` sets a run up; whatever may be swapped
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import isfinite
 from time import perf_counter
 
@@ -25,20 +26,27 @@ from rille.model.mla import MLA
 from rille.model.model import K3
 from rille.optim.adamw import set_learning_rate
 from rille.optim.clip import clip_gradients
+from rille.optim.kinds import Kind
 from rille.optim.qk_clip import qk_clip
 from rille.optim.schedules import learning_rate
 from rille.text.tokenizer import Tokenizer
-from rille.train.checkpoint import save_checkpoint
+from rille.train.checkpoint import save_checkpoint, weights
 from rille.train.config import TrainConfig
+from rille.train.inspection import Inspections, inspect
 from rille.train.losses import all_losses, count_targets, domain_sums, domain_targets, mean_losses, weighted
 from rille.train.metrics import Logger
+from rille.train.norms import Updates, gradient_norms
 from rille.train.readings import expert_loads, fetch
+from rille.train.speed import StepFlops, peak_flops, peak_memory
 from rille.train.stopping import Diverged, Interrupted, Stop
 
 
 @dataclass(eq=False)
 class Run:
-    """A run between two steps. `step` counts finished updates; domains: the names of those of its text."""
+    """A run between two steps. `step` counts finished updates.
+
+    domains: the names of those of its text. kinds: what each parameter is. inspections: where looks into the model go.
+    """
 
     config: TrainConfig
     model: K3
@@ -47,9 +55,16 @@ class Run:
     held_out: Callable[[], Sequence[Batch]]
     tokenizer: Tokenizer
     domains: tuple[str, ...] = ()
+    kinds: Mapping[str, Kind] = field(default_factory=dict)
+    inspections: Inspections | None = None
     loggers: Sequence[Logger] = ()
     stop: Stop = field(default_factory=Stop)
     step: int = 0
+
+    @cached_property
+    def flops(self) -> StepFlops:
+        """FLOPs of a step from the lengths of its sequences."""
+        return StepFlops(self.model.config)
 
 
 @dataclass(eq=False)
@@ -69,6 +84,8 @@ class Work:
     domain_targets: np.ndarray
     targets: int = 0
     learning_rate: float = 0.0
+    flops: float = 0.0
+    updates: Updates | None = None
     values: dict[str, float] = field(default_factory=dict)
 
 
@@ -100,6 +117,7 @@ def forward_backward(run: Run, batches: list[Batch]) -> Work:
         weighted(losses, run.config.mtp_weight).backward()
         work.loss += next_token.loss_sum.detach()
         work.targets += count_targets(batch)
+        work.flops += run.flops(batch.lengths)
         for loss in further:
             work.mtp_loss += loss.loss_sum.detach()
             work.mtp_targets += loss.count
@@ -128,11 +146,14 @@ def reduce(run: Run, work: Work) -> None:
 def update(run: Run, work: Work) -> None:
     """Clip, set the learning rate, step, limit attention logits, balance the experts."""
     config, balance = run.config, run.config.model.balance
+    by_kind = gradient_norms(run.model, run.kinds)
     norm = clip_gradients(run.model.parameters(), config.optim.clip)
-    work.values = measured(run, work, norm)
+    work.values = measured(run, work, {"gradient_norm": norm} | by_kind)
     check_finite(run, work)
     work.learning_rate = learning_rate(run.step, config.steps, config.optim)
     set_learning_rate(run.optimizer, work.learning_rate)
+    if is_measured(run, run.step + 1):
+        work.updates = Updates(weights(run), run.kinds)
     run.optimizer.step()
     run.optimizer.zero_grad()
     if config.optim.qk_clip is not None:
@@ -149,9 +170,9 @@ def clip_logits(model: K3, counts: Counts, threshold: float) -> None:
             qk_clip(layer.query, layer.kv_up, counts.largest[layer.layer], layer.key_dim, threshold)
 
 
-def measured(run: Run, work: Work, gradient_norm: Tensor) -> dict[str, float]:
+def measured(run: Run, work: Work, norms: Mapping[str, Tensor]) -> dict[str, float]:
     """The numbers of a step. Here the host waits for the device."""
-    wanted = {"loss": work.loss, "gradient_norm": gradient_norm}
+    wanted = {"loss": work.loss, **norms}
     if run.model.mtp is not None:
         wanted["mtp_loss"] = work.mtp_loss
     if work.counts.largest:
@@ -172,15 +193,34 @@ def check_finite(run: Run, work: Work) -> None:
 
 def log(run: Run, work: Work) -> None:
     """Give the numbers of the step to every logger."""
-    values = work.values | {
-        "tokens_per_second": work.targets / (perf_counter() - work.started),
-        "learning_rate": work.learning_rate,
-    }
-    if run.step % run.config.eval_every == 0 or run.step == run.config.steps:
-        values["held_out_loss"], by_domain = mean_losses(run.model, run.held_out(), run.domains)
-        values |= {f"held_out_loss/{name}": loss for name, loss in by_domain.items()}
+    seconds = perf_counter() - work.started
+    values = work.values | {"learning_rate": work.learning_rate, "tokens_per_second": work.targets / seconds}
+    values["memory_gib"] = peak_memory(run.model.device)
+    if (peak := peak_flops(run.model.device)) is not None:
+        values["mfu"] = work.flops / (seconds * peak)
+    values |= {f"epochs/{name}": count for name, count in run.loader.epochs().items()}
+    if is_measured(run, run.step):
+        values |= look(run, work)
     for logger in run.loggers:
         logger.log(run.step, values)
+
+
+def is_measured(run: Run, step: int) -> bool:
+    """Whether the held-out loss is measured after this step."""
+    return step % run.config.eval_every == 0 or step == run.config.steps
+
+
+def look(run: Run, work: Work) -> dict[str, float]:
+    """Held-out losses, how far the weights moved, and what goes on inside the model."""
+    batches = run.held_out()
+    loss, by_domain = mean_losses(run.model, batches, run.domains)
+    values = {"held_out_loss": loss} | {f"held_out_loss/{name}": value for name, value in by_domain.items()}
+    if work.updates is not None:
+        values |= fetch(work.updates.norms())
+    seen = inspect(run.model, batches[0], work.counts)
+    if run.inspections is not None:
+        run.inspections.add(run.step, seen)
+    return values | {f"output_rms/{name}": size for name, size in seen["output_rms"].items()}
 
 
 def checkpoint(run: Run) -> None:

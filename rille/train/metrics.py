@@ -1,12 +1,16 @@
 """Where a run's numbers go. A logger has one method; a run has as many loggers as it likes.
 
-    metrics.jsonl    one JSON object a step: step, loss, held_out_loss where measured, tokens_per_second, learning_rate,
-                     gradient_norm, expert_load_violation; mtp_loss and largest_attention_logit where asked for
+    metrics.jsonl    one JSON object a step, see below
     tensorboard/     the same numbers as scalars
     the terminal     a progress bar, or a line now and then where output is not a terminal
 
-Losses are nats a token; mtp_loss is the mean over the MTP layers' own targets. gradient_norm is taken before clipping.
-expert_load_violation is max load / mean load - 1 of the worst layer: 0 is a perfect balance.
+Each step: loss, loss/DOMAIN, gradient_norm, gradient_norm/KIND, learning_rate, expert_load_violation, load_violation/L,
+dead_experts/L, epochs/DOMAIN, tokens_per_second, memory_gib; mfu where the card's peak is known; mtp_loss and
+largest_attention_logit where asked for. With each held-out measurement: held_out_loss, held_out_loss/DOMAIN,
+update_norm/KIND, output_rms/SUBLAYER.
+
+Losses are nats a token; mtp_loss is the mean over the MTP layers' own targets. Gradient norms are taken before
+clipping. expert_load_violation is max load / mean load - 1 of the worst layer L: 0 is a perfect balance.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
 METRICS = "metrics.jsonl"
+MACHINE = ("tokens_per_second", "mfu", "memory_gib")  # what the machine decides: all else repeats, bit for bit on a CPU
 
 
 class Logger(Protocol):
@@ -48,12 +53,17 @@ class JsonLines:
 
     def __init__(self, path: Path, step: int):
         self.path = path
-        rows = [row for row in read_metrics(path) if row["step"] <= step]
-        write_whole(path, "".join(f"{json.dumps(row)}\n" for row in rows))
+        cut_rows(path, step)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(f"{json.dumps({'step': step, **values})}\n")
+
+
+def cut_rows(path: Path, step: int) -> None:
+    """Leave the rows up to a step in a file of rows; it is made where there is none."""
+    rows = [row for row in read_metrics(path) if row["step"] <= step]
+    write_whole(path, "".join(f"{json.dumps(row)}\n" for row in rows))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

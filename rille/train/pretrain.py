@@ -1,6 +1,7 @@
 """Pretraining from set-up to summary.
 
     out/run.json         the settings            out/metrics.jsonl, out/tensorboard/    the numbers of each step
+    out/inspections.jsonl                        a look inside the model now and then (`inspection.py`)
     out/corpus/          the text as tokens      out/checkpoints/step-000200/           what a resume continues
     out/model/           the finished model in the official layout, with its tokenizer
     out/.lock            who writes there (`folder.py`)
@@ -27,10 +28,12 @@ from rille.model.checkpoint import save_model
 from rille.model.model import K3, new_model
 from rille.model.names import count_parameters
 from rille.optim.groups import Named
+from rille.optim.kinds import Kind
 from rille.optim.rules import optimizer
 from rille.train.checkpoint import restore
 from rille.train.config import TrainConfig
 from rille.train.folder import sole_run, starting_point, write_settings
+from rille.train.inspection import INSPECTIONS, Inspections
 from rille.train.loop import Run, train
 from rille.train.losses import mean_loss
 from rille.train.metrics import METRICS, open_loggers, read_metrics
@@ -62,6 +65,7 @@ def pretrain(config: TrainConfig) -> Path:
             if config.max_minutes is not None:
                 run.stop.deadline = monotonic() + 60 * config.max_minutes
             run.loggers = open_loggers(out, run.step, config.steps, stack)
+            run.inspections = Inspections(out / INSPECTIONS, run.step)
             train(run)
             save_model(run.model, out / MODEL, tokenizer=run.tokenizer)
         print(summary(run, corpus))
@@ -94,7 +98,9 @@ def set_up(config: TrainConfig, corpus: Corpus) -> Run:
     follow = optimizer(named_parameters(model), config.optim)
     size = count_parameters(config.model)
     print(f"model: {size.total:,} parameters, {size.active:,} active")
-    return Run(config, model, follow, loader, held_out_measure(config, corpus), corpus.tokenizer, corpus.domains)
+    kinds: dict[str, Kind] = {role.name: role.kind for role in parameter_roles(model.config)}
+    held_out = held_out_measure(config, corpus)
+    return Run(config, model, follow, loader, held_out, corpus.tokenizer, corpus.domains, kinds)
 
 
 def named_parameters(model: K3) -> list[Named]:

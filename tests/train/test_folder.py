@@ -12,7 +12,7 @@ import pytest
 from rille import cli
 from rille.recipes.pretrain import RECIPES
 from rille.train.folder import LOCK, sole_run
-from rille.train.metrics import read_metrics
+from rille.train.metrics import MACHINE, read_metrics
 from rille.train.pretrain import pretrain
 from tests.train.small import small_config
 
@@ -131,7 +131,7 @@ from dataclasses import replace
 from pathlib import Path
 from rille.cli import main
 from rille.recipes.pretrain import RECIPES
-from rille.train.metrics import read_metrics
+from rille.train.metrics import MACHINE, read_metrics
 import rille.train.pretrain, torch.utils.tensorboard
 from tests.train.small import small_config
 
@@ -175,7 +175,7 @@ def test_killed_at_random_again_and_again_a_run_ends_as_if_nothing_had_been(tmp_
     whole = small_config(tmp_path, steps=24, checkpoint_every=2, eval_every=5, keep=1, out=str(tmp_path / "whole"))
     pretrain(whole)
     rows = [
-        [{**row, "tokens_per_second": 0} for row in read_metrics(tmp_path / run / "metrics.jsonl")]
+        [{**row, **dict.fromkeys(MACHINE, 0)} for row in read_metrics(tmp_path / run / "metrics.jsonl")]
         for run in ("run", "whole")
     ]
     assert rows[0] == rows[1] and len(rows[0]) == 24

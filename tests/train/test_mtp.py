@@ -15,7 +15,7 @@ from rille.optim.config import OptimConfig
 from rille.packing import Packing
 from rille.train import loop
 from rille.train.losses import mean_loss
-from rille.train.metrics import read_metrics
+from rille.train.metrics import MACHINE, read_metrics
 from rille.train.pretrain import pretrain
 from tests.train.small import MODEL, small_config, small_run
 
@@ -98,7 +98,7 @@ def test_loud_heads_of_the_layer_are_clipped(tmp_path):
 def test_a_run_learns_records_saves_and_resumes_to_the_bit(tmp_path, rule):
     whole = small_config(tmp_path, optim=OptimConfig(lr=3e-3, rule=rule), **AHEAD)
     pretrain(whole)
-    rows = [{**row, "tokens_per_second": 0} for row in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+    rows = [{**row, **dict.fromkeys(MACHINE, 0)} for row in read_metrics(tmp_path / "run" / "metrics.jsonl")]
     assert rows[0]["mtp_loss"] == pytest.approx(log(320), abs=0.1)
     assert rows[-1]["mtp_loss"] < rows[0]["mtp_loss"] - 0.5
 
@@ -109,7 +109,7 @@ def test_a_run_learns_records_saves_and_resumes_to_the_bit(tmp_path, rule):
         with pytest.raises(ZeroDivisionError):
             pretrain(parts)
     pretrain(replace(parts, resume=True))
-    assert [{**row, "tokens_per_second": 0} for row in read_metrics(tmp_path / "parts" / "metrics.jsonl")] == rows
+    assert [{**row, **dict.fromkeys(MACHINE, 0)} for row in read_metrics(tmp_path / "parts" / "metrics.jsonl")] == rows
     for name in ("model/model-00001-of-000001.safetensors", "checkpoints/step-000020/training/state.safetensors"):
         assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "run" / name).read_bytes()
 

@@ -14,7 +14,7 @@ from rille.model.locate import step_checkpoints
 from rille.recipes.pretrain import RECIPES
 from rille.train.checkpoint import read_numbers, read_tensors
 from rille.train.folder import LOCK
-from rille.train.metrics import read_metrics
+from rille.train.metrics import MACHINE, read_metrics
 from rille.train.pretrain import pretrain
 from tests.train.small import small_config
 
@@ -84,7 +84,8 @@ def assert_whole(out: Path) -> list[int]:
 
 def assert_as_if_nothing_had_been(out: Path, undisturbed: Path) -> None:
     rows = [
-        [{**row, "tokens_per_second": 0} for row in read_metrics(run / "metrics.jsonl")] for run in (out, undisturbed)
+        [{**row, **dict.fromkeys(MACHINE, 0)} for row in read_metrics(run / "metrics.jsonl")]
+        for run in (out, undisturbed)
     ]
     assert rows[0] == rows[1] and len(rows[0]) == 6
     for name in ("model/model-00001-of-000001.safetensors", "checkpoints/step-000006/training/state.safetensors"):
