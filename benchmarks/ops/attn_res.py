@@ -1,6 +1,7 @@
 """Attention Residuals on one GPU: first right, then fast, beside the peers and the bytes that must move.
 
-    PYTHONPATH=. python3 benchmarks/ops/attn_res.py --out FOLDER [--part gate|time] [--sweep] [--compile] [--no-peers]
+    PYTHONPATH=. python3 benchmarks/ops/attn_res.py --out FOLDER [--part gate|time] [--sweep] [--compile]
+        [--fla] [--no-peers]
 
 The gate compares outputs and gradients with the definition in float64, and two backward passes bit for bit. Times are
 medians of CUDA graphs, with gradients through autograd, ours and the peers' alike ("host" is one forward and backward
@@ -202,11 +203,14 @@ def measure(R: int, N: int, D: int, speed: float, names: list[str]) -> dict[str,
         row |= {f"{form} share {k}": row[f"{form} floor {k}"] / row[f"{form} {k}"] for k in "fb"}
     row["mix fb host"] = median_ms(with_gradient(case.mix, case.leaves(False)))
     for name, call in peers(case, names).items():
-        with torch.no_grad():
-            timed(row, f"{name} f", call)
-        timed(row, f"{name} fb", with_gradient(call, [*case.sources, case.query]))
-        wanted = attn_res(case.sources, *weights, EPS, backend="triton")
-        row[f"{name} apart"] = distance(call(), wanted)
+        try:
+            wanted = attn_res(case.sources, *weights, EPS, backend="triton")
+            row[f"{name} apart"] = distance(call(), wanted)
+            with torch.no_grad():
+                timed(row, f"{name} f", call)
+            timed(row, f"{name} fb", with_gradient(call, [*case.sources, case.query]))
+        except (RuntimeError, ValueError, TypeError, triton.TritonError) as error:
+            print(f"  FAIL {row['work']} {name}: {str(error).splitlines()[0][:160]}", flush=True)
     return row
 
 
@@ -297,6 +301,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--part", choices=("gate", "time"), help="one half only")
     parser.add_argument("--sweep", action="store_true", help="time other forms of the kernels at the largest shape")
     parser.add_argument("--compile", action="store_true", help="with torch.compile of the definition")
+    parser.add_argument("--fla", action="store_true", help="with fla, which tries its settings for minutes")
     parser.add_argument("--no-peers", action="store_true")
     return parser.parse_args()
 
@@ -304,7 +309,7 @@ def parse() -> argparse.Namespace:
 def times(options: argparse.Namespace, report: dict[str, Any]) -> None:
     speed = copy_speed()
     report["copy TB/s"], report["rows"] = speed * 1e-9, []
-    names = [] if options.no_peers else ["fast", "fla"]
+    names = [] if options.no_peers else ["fast", *(["fla"] if options.fla else [])]
     for shape in SHAPES:
         more = ["compile"] if options.compile and shape == SHAPES[0] else []
         report["rows"].append(measure(*shape, speed, [*names, *more]))
