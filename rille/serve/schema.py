@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from rille.text.grammar import Grammar
-from rille.text.images import Images
+if TYPE_CHECKING:
+    from rille.text.grammar import Grammar
+    from rille.text.images import Images
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 """stop: a stop id, a stop string or the end of the grammar; length: max_tokens; abort: asked for, or the deadline
