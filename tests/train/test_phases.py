@@ -26,7 +26,7 @@ STEPPING = (
     "rille.train.loop.all_losses",
     "rille.train.loop.clip_gradients",
     "rille.train.loop.update_biases",
-    "rille.train.loop.mean_loss",
+    "rille.train.loop.mean_losses",
     "rille.train.loop.save_checkpoint",
     "rille.model.checkpoint._write_shards",
     "rille.train.checkpoint.save_shard",
