@@ -91,7 +91,8 @@ def batches(tokens: np.ndarray, micro: int) -> Iterator[Batch]:
 
 
 def gate(config: K3Config, tokens: np.ndarray) -> dict[str, float]:
-    """Loss and gradient norm of one sequence: bf16 with kernels against fp32 on the CPU's references."""
+    """Loss and gradient norm of two sequences: bf16 with kernels against fp32 on the CPU's references, 16 experts."""
+    config = config.replace(num_experts=16)
     batch = next(batches(tokens, SEQUENCE))
     batch = Batch(batch.tokens[:512], batch.targets[:512], (200, 312))
     fast = new_model(config, dtype=torch.bfloat16, device="cuda", seed=0)
