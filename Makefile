@@ -42,7 +42,7 @@ sizes: $(VENV)/dev.stamp  ## lengths of functions and files, and what `import ri
 
 bench: $(VENV)/dev.stamp  ## run the benchmarks: each passes its test first, then takes times
 	@test -d benchmarks || { echo "no benchmarks yet"; exit 1; }
-	@for file in $$(find benchmarks/*/ -name '*.py' | sort); do echo "$$file"; $(BIN)/python "$$file" || exit 1; done
+	@for file in $$(find benchmarks/*/ -maxdepth 1 -name '*.py' | sort); do echo "$$file"; $(BIN)/python "$$file" || exit 1; done
 
 # pip is the last thing that venv installs: where it is missing, the environment is not whole.
 $(BIN)/pip:

@@ -32,10 +32,10 @@ class Panel:
 
 
 PANELS = (
-    Panel("kda_table.json", "forward", "KDA forward", "ms"),
-    Panel("kda_table.json", "train", "KDA forward + backward", "ms"),
-    Panel("kda_table.json", "decode", "KDA decode step, one layer", "us"),
-    Panel("kda_table.json", "verify", "KDA commit + verify", "us"),
+    Panel("kda.json", "forward", "KDA forward", "ms"),
+    Panel("kda.json", "train", "KDA forward + backward", "ms"),
+    Panel("kda.json", "decode", "KDA decode step, one layer", "us"),
+    Panel("kda.json", "verify", "KDA commit + verify", "us"),
 )
 
 

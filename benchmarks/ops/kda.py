@@ -1,292 +1,173 @@
-"""KDA on one GPU: first right, then fast, beside fla and beside the bytes that must move.
+"""KDA in one run on one GPU: first right, then fast, each number of ours beside fla's from the same minute.
 
-    PYTHONPATH=. python3 benchmarks/ops/kda.py --out FOLDER [--only H96] [--no-fla] [--seconds 60]
+    PYTHONPATH=. python3 benchmarks/ops/kda.py --out FOLDER [--no-fla] [--studies] [--only "gate decode,time decode"]
 
-The gate compares with the float64 recurrence, and the Gluon kernels with their Triton twins; where an error is too
-large, the run ends with 1. Times are medians of `triton.testing.do_bench`, the L2 cache overwritten before each call;
-the inputs are random. `graph` is the same call replayed from a CUDA graph, so without the host's part, and `host` what
-a call costs the host (microseconds). A byte floor counts q k v z in and o out once, at the speed of a device copy
-measured in the same run. fla comes after all of ours, as long as --seconds last: its first call with a number of heads
-spends most of a minute choosing configurations. The table comes last; FOLDER/kda.json holds the same numbers.
+First half, many processes side by side on all cores: every gate; errors of ours and of fla beside float64; and
+everything that is timed later is compiled into one cache, fla with all settings that it will try. No time is taken.
+
+Second half, one process after another and nothing beside it: forward, forward and backward, decode, verify,
+convolution, the most important first. Ours and fla are called in turn in one process; fla chooses its settings before
+its time is taken (with shorter measurements than it would by itself, 25 ms each). --studies adds single kernels,
+settings that were not chosen, and other numbers of segments. Each row is appended to FOLDER/rows.jsonl at once,
+FOLDER/log.txt has what the processes printed, FOLDER/kda.json everything. The table comes last. A gate that fails is
+named, and the run ends with 1; so does one that did not come to its end.
+
+About four minutes beside fla, half of that without.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterable
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-from torch import Tensor
+from kda_parts.backward import pair
+from kda_parts.jobs import Options, first_half, second_half
 
-from rille.ops.kda import Gate, kda
-from rille.ops.kda import forward as kernels
-from rille.packing import Packing
-
-MIXED = (1300, 547, 2048, 963, 271, 3063)
+COMPILERS = 16  # processes of the first half at a time
 
 
-@dataclass(frozen=True)
-class Work:
-    name: str
-    H: int
-    lengths: tuple[int, ...]
-    K: int = 128
-    V: int = 128
-    bound: float | None = -5.0
+class Child:
+    """One job in a process of its own, its output in a file."""
+
+    def __init__(self, name: str, options: Options, scratch: Path) -> None:
+        self.name, self.log, self.started = name, scratch / f"{name.replace(' ', '_')}.txt", time.time()
+        self.result = self.log.with_suffix(".json")
+        command = [sys.executable, __file__, "--out", str(options.folder), "--job", name, "--result", str(self.result)]
+        command += [] if options.with_fla else ["--no-fla"]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+    def finish(self, options: Options) -> list[str]:
+        """What the job found wrong; its output goes to the common log."""
+        seconds = time.time() - self.started
+        failures = json.loads(self.result.read_text()) if self.result.exists() else [f"{self.name}: did not finish"]
+        text = self.log.read_text(errors="replace")
+        with (options.folder / "log.txt").open("a") as file:
+            file.write(f"--- {self.name}, {seconds:.0f} s\n{text[-200_000:]}\n")
+        print(f"{seconds:5.0f} s  {self.name}", *(failures[:6] or ["ok"]), sep="  ", flush=True)
+        if not self.result.exists():
+            print(*(f"         {line}" for line in text.strip().splitlines()[-4:]), sep="\n", flush=True)
+        return failures
 
 
-WORKS = [
-    Work("H96 T8192", 96, (8192,)),
-    Work("H96 8x1024", 96, (1024,) * 8),
-    Work("H96 mixed", 96, MIXED),
-    Work("H64 T8192", 64, (8192,)),
-    Work("H16 4x4096", 16, (4096,) * 4),
-    Work("H16 T8192", 16, (8192,)),
-    Work("H16 T32768", 16, (32768,)),
-    Work("H12 T65536", 12, (65536,)),
-]
-GATE_WORKS = [
-    Work("packed", 4, (1, 15, 16, 17, 63, 64, 65, 0, 1000)),
-    Work("K64 V64", 4, (300, 200), 64, 64),
-    Work("softplus", 4, (300, 200), bound=None),
-    Work("repeated keys", 4, (1000,)),
-]
-SPLITS = {  # of V in the state pass
-    "r128x2": kernels.Split(128, 8, 2, ring=True),
-    "r64x3": kernels.Split(64, 4, 3, ring=True),
-    "t64x3": kernels.Split(64, 4, 3, ring=False),
-}
+def chosen(jobs: Iterable[str], words: str, studies: bool) -> list[str]:
+    """Those that begin as one of the words separated by commas does; all without words, studies only if wanted."""
+    if words:
+        return [name for name in jobs if name.startswith(tuple(word.strip() for word in words.split(",")))]
+    return [name for name in jobs if studies or not name.startswith("study")]
 
 
-@dataclass
-class Case:
-    """Inputs of one call, as `kda` takes them."""
-
-    tensors: list[Tensor]
-    gate: Gate
-    packing: Packing
-    state: Tensor | None = None
-
-    @cached_property
-    def cu_seqlens(self) -> Tensor | None:
-        """The same tensor for each call: fla keeps what it derives from it."""
-        return self.packing.starts.long() if self.packing.num_sequences > 1 else None
-
-    def ours(self, backend: str = "triton") -> tuple[Tensor, Tensor | None]:
-        return kda(*self.tensors, self.gate, self.packing, self.state, backend=backend)
-
-    def exact(self) -> tuple[Tensor, Tensor | None]:
-        doubles = [x.double() for x in self.tensors]
-        return kda(*doubles, self.gate, self.packing, self.state, backend="reference")
-
-    def fla(self) -> tuple[Tensor, Tensor]:
-        from fla.ops.kda import chunk_kda
-
-        q, k, v, z, b = (x[None] for x in self.tensors)
-        H = q.shape[2]
-        bounded = self.gate.lower_bound is not None
-        o, final = chunk_kda(
-            q, k, v, z, b, initial_state=self.state, output_final_state=True, use_qk_l2norm_in_kernel=True,
-            use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, safe_gate=bounded,
-            lower_bound=self.gate.lower_bound, A_log=self.gate.A_log[:H], dt_bias=self.gate.dt_bias.flatten(),
-            state_v_first=True, cu_seqlens=self.cu_seqlens,
-        )  # fmt: skip
-        return o[0], final
+def run_first_half(names: list[str], options: Options, scratch: Path, seconds: float) -> list[str]:
+    """As many at once as COMPILERS; those that have not finished in time are stopped."""
+    waiting, running, failures = names, list[Child](), list[str]()
+    limit = time.time() + seconds
+    while (waiting or running) and time.time() < limit:
+        while waiting and len(running) < COMPILERS:
+            running.append(Child(waiting.pop(0), options, scratch))
+        for child in [child for child in running if child.process.poll() is not None]:
+            running.remove(child)
+            failures += child.finish(options)
+        time.sleep(0.2)
+    for child in running:
+        child.stop()
+        failures += child.finish(options)
+    failures += [f"{name}: not begun" for name in waiting]
+    return [failure for failure in failures if failure.startswith(("gate", "beside", "errors"))]
 
 
-def draw(work: Work, stateful: bool = False) -> Case:
-    torch.manual_seed(0)
-    N, H, K, V = sum(work.lengths), work.H, work.K, work.V
-    q, k, z = (torch.randn(N, H, K, device="cuda") for _ in range(3))
-    v, b = torch.randn(N, H, V, device="cuda"), torch.randn(N, H, device="cuda")
-    if work.name == "repeated keys":
-        k, z, b = k[:1] + 0.05 * k, torch.full_like(z, -12.0), torch.full_like(b, 9.0)
-    gate = Gate(torch.randn(H, device="cuda") * 0.3, torch.randn(H, K, device="cuda"), work.bound)
-    packing = Packing.of(work.lengths, device="cuda")
-    state = torch.randn(len(work.lengths), H, V, K, device="cuda") if stateful else None
-    return Case([x.bfloat16() for x in (q, k, v, z, b)], gate, packing, state)
+def run_second_half(names: list[str], options: Options, scratch: Path, limit: float) -> None:
+    for name in names:
+        _, seconds = second_half()[name]
+        left = limit - time.time()
+        if left < 10:
+            print(f"         {name}: no time left", flush=True)
+            continue
+        child = Child(name, options, scratch)
+        try:
+            child.process.wait(min(seconds, left))
+        except subprocess.TimeoutExpired:
+            child.stop()
+        child.finish(options)
 
 
-def distance(got: Tensor, expected: Tensor) -> float:
-    return ((got.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)).item()
+def print_tables(rows: list[dict[str, Any]], errors: list[dict[str, Any]]) -> None:
+    for part in dict.fromkeys(row["part"] for row in rows):
+        table = [{k: v for k, v in row.items() if k != "part"} for row in rows if row["part"] == part]
+        print(f"\n{part}")
+        columns = list(dict.fromkeys(name for row in table for name in row))
+        print(*(f"{name:>9}" if i else f"{name:<18}" for i, name in enumerate(columns)))
+        for row in table:
+            cells = (row.get(name, "") for name in columns)
+            cells = (f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in cells)
+            widths = [18, *(max(9, len(name)) for name in columns[1:])]
+            print(*(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)))
+    print("\nerrors against float64, ours|fla")
+    for case in dict.fromkeys(row["case"] for row in errors):
+        print(f"{case:<14}", *(pair(row) for row in errors if row["case"] == case))
 
 
-def check_forward() -> list[dict[str, Any]]:
-    """Errors against float64; for one batch each split of V and both forms of the first kernel."""
-    rows = []
-    for work in GATE_WORKS:
-        case = draw(work, stateful=True)
-        exact, calls = case.exact(), {"": case.ours()}
-        if work is GATE_WORKS[0]:
-            calls |= dict(forced_calls(case))
-        for name, result in calls.items():
-            errors = {n: distance(x, y) for n, x, y in zip(("o", "final"), result, exact, strict=True)}
-            rows.append({"case": f"{work.name} {name}", **errors})
-            print(" ", *(f"{k} {v:.2e}" if isinstance(v, float) else f"{v:<20}" for k, v in rows[-1].items()))
-    return rows
+def read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
 
 
-def forced_calls(case: Case) -> Iterator[tuple[str, tuple[Tensor, Tensor | None]]]:
-    chosen = kernels.value_block
-    for name, split in SPLITS.items():
-        kernels.value_block = lambda *_, split=split: split
-        yield name, case.ours()
-    kernels.value_block, kernels.TILED = chosen, False
-    yield "first kernel in Triton", case.ours()
-    kernels.TILED = True
-
-
-def gate_failures(rows: list[dict[str, Any]], limit: float = 1e-2) -> list[str]:
-    wrong = [(row["case"], n, row[n]) for row in rows for n in ("o", "final") if not row[n] <= limit]
-    return [f"gate: {case}: {n} is off by {error:.2e}, at most {limit:.0e}" for case, n, error in wrong]
-
-
-def median_ms(call: Callable[[], Any], rep: int = 60) -> float:
-    return float(triton.testing.do_bench(call, warmup=15, rep=rep, return_mode="median"))
-
-
-def copy_speed() -> float:
-    """Bytes read and written a millisecond by a device copy of 1 GiB."""
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * 2**30 / median_ms(lambda: target.copy_(source))
-
-
-def floor_bytes(work: Work) -> int:
-    N, S = sum(work.lengths), len(work.lengths)
-    return work.H * (2 * N * (3 * work.K + 2 * work.V) + 4 * S * work.K * work.V)
-
-
-def replayed_ms(call: Callable[[], Any]) -> float:
-    """Of the same launches out of a CUDA graph: what the device alone takes."""
-    call()  # compiled and loaded before anything is captured
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return median_ms(graph.replay)
-
-
-def host_us(call: Callable[[], Any], calls: int = 40) -> float:
-    """Of one call among many that nothing waits for; the quickest of five rounds."""
-    rounds = []
-    for _ in range(5):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        for _ in range(calls):
-            call()
-        rounds.append(time.perf_counter() - started)
-    torch.cuda.synchronize()
-    return min(rounds) / calls * 1e6
-
-
-def measure_ours(work: Work, speed: float) -> dict[str, Any]:
-    case = draw(work)
-    q, k, v, z, b = case.tensors
-    gate, chunks, starts = case.gate, case.packing.chunks(64), case.packing.starts
-    row: dict[str, Any] = {"work": work.name, "floor": floor_bytes(work) / speed}
-    row["ours"] = median_ms(case.ours)
-    row["graph"] = replayed_ms(case.ours)
-    row["host"] = host_us(case.ours)
-    first = (q, k, z, b, gate.A_log, gate.dt_bias, gate.lower_bound, chunks.spans)
-    made = kernels.intra(*first)
-    final = v.new_empty(len(work.lengths), work.H, work.V, work.K, dtype=torch.float32)
-    second = (made, v, starts, case.packing.longest_first, chunks.first, None, final)
-    row["first"] = replayed_ms(lambda: kernels.intra(*first))
-    row["unsolved"] = replayed_ms(lambda: kernels.intra(*first, made.t_MHCC))
-    row["pass"] = replayed_ms(lambda: kernels.state_pass(*second))
-    row["TFLOP/s"] = 13.7e6 * chunks.spans.shape[0] * work.H / row["ours"] * 1e-9
-    return row
-
-
-def measure_fla(work: Work, row: dict[str, Any]) -> None:
-    case = draw(work)
-    row["fla"] = median_ms(case.fla, rep=100)
-    row["again"] = median_ms(case.ours)  # ours beside it
-    row["ratio"], row["device ratio"] = row["fla"] / row["again"], row["fla"] / row["graph"]
-    row["differ"] = distance(case.ours()[0], case.fla()[0])
-
-
-def measure_all(only: str, speed: float, with_fla: bool, seconds: float) -> list[dict[str, Any]]:
-    """fla last: no new number of heads after `seconds`."""
-    started, rows, heads = time.time(), [], set()
-    works = [work for work in WORKS if only in work.name]
-    for work in works:
-        rows.append(measure_ours(work, speed))
-        print(f"  {time.time() - started:5.0f} s", compact(rows[-1]), flush=True)
-        torch.cuda.empty_cache()
-    for work, row in zip(works, rows, strict=True) if with_fla else ():
-        if work.H in heads or time.time() - started < seconds:
-            heads.add(work.H)
-            measure_fla(work, row)
-            print(f"  {time.time() - started:5.0f} s", compact(row), flush=True)
-            torch.cuda.empty_cache()
-    return rows
-
-
-def compact(row: dict[str, Any]) -> str:
-    return " ".join(f"{name} {value:.3g}" if isinstance(value, float) else str(value) for name, value in row.items())
-
-
-def print_table(rows: list[dict[str, Any]]) -> None:
-    columns = ["work", *dict.fromkeys(name for row in rows for name in row if name != "work")]
-    print(f"{columns[0]:<12}", *(f"{name:>{max(9, len(name))}}" for name in columns[1:]))
+def run_all(options: Options, seconds: float, only: str, studies: bool) -> list[str]:
+    started, scratch = time.time(), Path(tempfile.mkdtemp())
+    for name in ("rows.jsonl", "log.txt", "errors.json"):
+        (options.folder / name).unlink(missing_ok=True)
+    os.environ.setdefault("TRITON_CACHE_DIR", str(scratch / "compiled"))
+    failures = run_first_half(chosen(first_half(options.with_fla), only, studies), options, scratch, 0.45 * seconds)
+    print(f"{time.time() - started:5.0f} s  first half", flush=True)
+    run_second_half(chosen(second_half(), only, studies), options, scratch, started + seconds)
+    rows = [json.loads(line) for line in read(options.folder / "rows.jsonl").splitlines()]
+    errors = json.loads(read(options.folder / "errors.json") or "[]")
+    report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d %H:%M")}
+    report["versions"] = {name: version(name) for name in ("torch", "triton")}
+    report["fla"] = version("fla-core") if options.with_fla else None
     for row in rows:
-        numbers = (f"{row[name]:.3f}" if isinstance(row.get(name), float) else "" for name in columns[1:])
-        print(
-            f"{row['work']:<12}", *(f"{x:>{max(9, len(name))}}" for x, name in zip(numbers, columns[1:], strict=True))
-        )
+        report.setdefault(row["part"], []).append(row)
+    report |= {"errors": errors, "failures": failures, "seconds": time.time() - started}
+    (options.folder / "kda.json").write_text(json.dumps(report, indent=1))
+    print(report["device"], report["versions"], "fla", report["fla"], f"{report['seconds']:.0f} s")
+    print_tables(rows, errors)
+    return failures
 
 
-def fla_version() -> str:
-    try:
-        return version("fla-core")
-    except PackageNotFoundError:
-        return "unknown"
-
-
-@torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("."))
-    parser.add_argument("--part", default="forward", choices=["forward", "once"], help="once: for a profiler")
-    parser.add_argument("--only", default="", help="only works with this word in their name")
+    parser.add_argument("--seconds", type=float, default=450, help="for everything")
     parser.add_argument("--no-fla", action="store_true")
-    parser.add_argument("--seconds", type=float, default=170, help="after this time fla is no longer measured")
-    options = parser.parse_args()
-    with_fla = not options.no_fla and find_spec("fla") is not None
-    if options.part == "once":
-        case = draw(next(work for work in WORKS if options.only in work.name))
-        for _ in range(2):
-            case.ours()
-        return
-    started = time.time()
-    report: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-        "versions": {name: version(name) for name in ("torch", "triton")},
-        "fla": fla_version() if with_fla else None,
-        "works": [asdict(work) for work in WORKS],
-    }
-    print(report["device"], report["versions"], "fla", report["fla"], flush=True)
-    report["gate"] = check_forward()
-    print(f"gate: {time.time() - started:.0f} s", flush=True)
-    report["copy TB/s"] = copy_speed() * 1e-9
-    report["forward"] = measure_all(options.only, report["copy TB/s"] * 1e9, with_fla, options.seconds)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "kda.json").write_text(json.dumps(report, indent=1))
-    print(f"\n{report['device']}, copy {report['copy TB/s']:.2f} TB/s; milliseconds, host: microseconds")
-    print_table(report["forward"])
-    if failures := gate_failures(report["gate"]):
+    parser.add_argument("--studies", action="store_true", help="single kernels and settings that were not chosen, too")
+    parser.add_argument("--only", default="", help="jobs whose names begin so, separated by commas")
+    parser.add_argument("--job", default="", help="one job alone, in this process")
+    parser.add_argument("--result", type=Path, help="where a job writes what it found wrong")
+    arguments = parser.parse_args()
+    options = Options(arguments.out, not arguments.no_fla and find_spec("fla") is not None)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    if not arguments.job:
+        failures = run_all(options, arguments.seconds, arguments.only, arguments.studies)
+    else:
+        jobs = first_half(options.with_fla) | {name: job for name, (job, _) in second_half().items()}
+        failures = jobs[arguments.job](options) or []
+        if arguments.result is not None:
+            arguments.result.write_text(json.dumps(failures))
+    if failures:
         raise SystemExit("\n".join(failures))
 
 

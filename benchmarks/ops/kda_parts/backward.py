@@ -1,24 +1,16 @@
-"""KDA forward and backward on one GPU: first right, then fast, beside fla and beside the bytes that must move.
+"""KDA forward and backward: works, gates and times, for `benchmarks/ops/kda.py`.
 
-    PYTHONPATH=. python3 benchmarks/ops/kda_backward.py --out FOLDER [--only H96] [--no-fla]
-
-The gate compares every gradient with the float64 blocked form; after the times, ours and fla's are compared with it on
-the same bf16 inputs. Where an error is too large, the run ends with 1. Times are medians of `triton.testing.do_bench`,
-the L2 cache overwritten before each call; the inputs are random. "extra GiB" is the peak above the inputs during one
-forward and backward call, gradients included. The table comes last; FOLDER/kda_backward.json holds the same numbers.
+The gate compares every gradient with the float64 blocked form; `check_beside_fla` ours and fla's with it on the same
+bf16 inputs. Times are medians of `triton.testing.do_bench`, the L2 cache overwritten before each call; the inputs are
+random. "extra GiB" is the peak above the inputs during one forward and backward call, gradients included.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -172,32 +164,30 @@ def check_gradients(works: list[Work]) -> tuple[list[dict[str, Any]], list[str]]
     return rows, failures
 
 
-def check_beside_fla(works: list[Work]) -> tuple[list[dict[str, Any]], list[str]]:
+def check_beside_fla(works: list[Work], with_fla: bool) -> tuple[list[dict[str, Any]], list[str]]:
     """Errors of ours and of fla against float64, each gradient measured against itself: ours at most one rounding to
-    bf16 (2^-8), or a tenth more than fla's."""
+    bf16 (2^-8), or a tenth more than fla's. Without fla nothing is judged."""
     rows, failures = [], []
     for work in works:
         case = draw(work, stateful=True)
-        exact, ours, theirs = case.ours("chunk", torch.float64), case.ours(), case.fla()
+        exact, ours = case.ours("chunk", torch.float64), case.ours()
+        theirs = case.fla() if with_fla else exact
         for name, want, got, other in zip(NAMES, exact, ours, theirs, strict=True):
-            row = {"case": work.name, "gradient": name}
-            row |= {"ours": distance(got, want, want), "fla": distance(other, want, want)}
-            rows.append(row)
-            if not row["ours"] <= max(2**-8, 1.1 * row["fla"]):
+            row: dict[str, Any] = {"case": work.name, "gradient": name, "ours": distance(got, want, want)}
+            rows.append(row | ({"fla": distance(other, want, want)} if with_fla else {}))
+            row = rows[-1]
+            if with_fla and not row["ours"] <= max(2**-8, 1.1 * row["fla"]):
                 failures.append(f"beside fla: {work.name}: {name} is off by {row['ours']:.2e}, fla {row['fla']:.2e}")
-        print(work.name, *(f"{r['gradient']} {r['ours']:.1e}|{r['fla']:.1e}" for r in rows[-len(NAMES) :]), flush=True)
+        print(work.name, *map(pair, rows[-len(NAMES) :]), flush=True)
     return rows, failures
+
+
+def pair(row: dict[str, Any]) -> str:
+    return f"{row['gradient']} {row['ours']:.1e}" + (f"|{row['fla']:.1e}" if "fla" in row else "")
 
 
 def median_ms(call: Callable[[], Any], rep: int = 60) -> float:
     return float(triton.testing.do_bench(call, warmup=15, rep=rep, return_mode="median"))
-
-
-def copy_speed() -> float:
-    """Bytes read and written a millisecond by a device copy of 1 GiB."""
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * 2**30 / median_ms(lambda: target.copy_(source))
 
 
 def extra_gib(call: Callable[[], Any]) -> float:
@@ -257,82 +247,3 @@ def measure_blocks(stage: str, call: Callable[[], Any]) -> dict[str, float]:
 def floor_bytes(work: Work) -> int:
     """q k v z do in, o dq dk dv dz out, each once, and q k v z once more for the second half of the work."""
     return 2 * work.H * sum(work.lengths) * ((2 * 3 + 3) * work.K + (2 + 3) * work.V)
-
-
-def measure(work: Work, speed: float, variants: bool) -> dict[str, Any]:
-    case = draw(work)
-    row: dict[str, Any] = {"work": work.name, "floor": floor_bytes(work) / speed, "ours": median_ms(case.ours, rep=150)}
-    row["extra GiB"] = extra_gib(case.ours)
-    return row | measure_stages(case, variants)
-
-
-def measure_fla(work: Work, row: dict[str, Any]) -> None:
-    case = draw(work)
-    row["fla"] = median_ms(case.fla, rep=150)
-    row["fla GiB"] = extra_gib(case.fla)
-    row["ratio"] = row["fla"] / row["ours"]
-
-
-def measure_all(only: str, speed: float, with_fla: bool, seconds: float) -> list[dict[str, Any]]:
-    """All of ours first: fla tries many settings of each of its kernels before the first time is taken."""
-    started, rows = time.time(), []
-    works = [work for work in WORKS if only in work.name]
-    for i, work in enumerate(works):
-        rows.append(measure(work, speed, variants=i < 2))
-        print(f"  {time.time() - started:5.0f} s", rows[-1], flush=True)
-        torch.cuda.empty_cache()
-    for work, row in zip(works, rows, strict=True):
-        if with_fla and time.time() - started < seconds:
-            measure_fla(work, row)
-            print(f"  {time.time() - started:5.0f} s  {work.name}: fla {row['fla']:.3f} ms", flush=True)
-            torch.cuda.empty_cache()
-    return rows
-
-
-def print_table(rows: list[dict[str, Any]]) -> None:
-    """One column a work: there are more numbers than works."""
-    for name in dict.fromkeys(name for row in rows for name in row):
-        cells = (row.get(name, "") for row in rows)
-        print(f"{name:<14}", *(f"{cell:>12.3f}" if isinstance(cell, float) else f"{cell:>12}" for cell in cells))
-
-
-def fla_version() -> str:
-    try:
-        return version("fla-core")
-    except PackageNotFoundError:
-        return "unknown"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("."))
-    parser.add_argument("--only", default="", help="only works with this word in their name")
-    parser.add_argument("--no-fla", action="store_true")
-    parser.add_argument("--no-gate", action="store_true", help="times alone, of kernels that passed before")
-    parser.add_argument("--seconds", type=float, default=120, help="after this time fla is no longer measured")
-    options = parser.parse_args()
-    with_fla = not options.no_fla and find_spec("fla") is not None
-    report: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-        "versions": {name: version(name) for name in ("torch", "triton")},
-        "fla": fla_version() if with_fla else None,
-    }
-    print(report["device"], report["versions"], "fla", report["fla"], "  errors: ours|fla", flush=True)
-    report["gate"], failures = check_gradients(GATE_WORKS) if not options.no_gate else ([], [])
-    print(*failures, sep="\n", flush=True)
-    report["copy TB/s"] = copy_speed() * 1e-9
-    report["works"] = measure_all(options.only, report["copy TB/s"] * 1e9, with_fla, options.seconds)
-    if with_fla:
-        report["errors"], worse = check_beside_fla(BESIDE_FLA)
-        failures += worse
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "kda_backward.json").write_text(json.dumps(report, indent=1))
-    print(f"\n{report['device']}, copy {report['copy TB/s']:.2f} TB/s; milliseconds")
-    print_table(report["works"])
-    if failures:
-        raise SystemExit("\n".join(failures))
-
-
-if __name__ == "__main__":
-    main()

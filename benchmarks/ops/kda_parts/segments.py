@@ -1,24 +1,16 @@
-"""KDA with few heads on one GPU: sequences cut into segments, beside whole ones. First right, then fast.
+"""KDA with few heads: sequences cut into segments beside whole ones; works, gate, times, for `benchmarks/ops/kda.py`.
 
-    PYTHONPATH=. python3 benchmarks/ops/kda_segments.py --out FOLDER [--only H16]
-
-The gate compares cut with whole and both with the float64 blocked form, results and gradients; where cutting costs
-accuracy, the run ends with 1. Times are medians of `triton.testing.do_bench`, in milliseconds: `whole` and `auto` are
-the forward without and with the planner, `train w` and `train a` forward and backward; `intra` is the first kernel,
-`serial` the state pass over whole sequences; then for numbers of segments the kernels `segment` and `fold`, the state
-`pass` over segments, and the three together (`sum`). The tables come last; FOLDER/kda_segments.json holds the same
-numbers.
+The gate compares cut with whole and both with the float64 blocked form, results and gradients. Times are medians of
+`triton.testing.do_bench`, in milliseconds: `whole` and `auto` are the forward without and with the planner, `train w`
+and `train a` forward and backward; `intra` is the first kernel, `serial` the state pass over whole sequences; then for
+numbers of segments the kernels `segment` and `fold`, the state `pass` over segments, and the three together (`sum`).
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,7 +38,9 @@ WORKS = [
     Work("H12 T65536", 12, (65536,)),
     Work("H4 T65536", 4, (65536,)),
 ]
-SEGMENTS = {"H16 T8192": (2, 3, 4), "H4 T65536": (4, 8, 16, 24, 32)}
+SEGMENTS = {  # numbers of them that are tried
+    "H16 T8192": (3,), "H16 T32768": (2, 3, 4, 5, 7), "H12 T65536": (3, 4, 5, 7), "H4 T65536": (8, 12, 16, 32)
+}  # fmt: skip
 GATE_WORKS = [  # and the size of segments, in chunks
     (Work("packed", 4, (1, 15, 1000, 0, 64, 129), -7.0), 1),
     (Work("uneven", 4, (5000, 300, 70), -8.0), 7),
@@ -208,7 +202,7 @@ def measure(work: Work, counts: tuple[int, ...] = ()) -> list[dict[str, Any]]:
     serial = (made, v, packing.starts, packing.longest_first, chunks.first, None, final)
     fixed["serial"] = median_ms(lambda: kernels.state_pass(*serial))
     rows = []
-    for count in counts or SEGMENTS.get(work.name, (2, 3, 4, 5, 6, 7, 8, 11)):
+    for count in counts or SEGMENTS[work.name]:
         size = ceil(chunks.spans.shape[0] / count)
         row = fixed | {"n": count} | measure_cut(work, size, made, v, packing, final)
         row["forward"] = median_ms(lambda size=size: case.run(size), 40)
@@ -229,9 +223,7 @@ def measure_cut(
     row = {"model": microseconds(sizes, H, SMs, 128, 128, Costs()) / 1000}
     states, transitions = launch.border_states(made, v, segments, None)
     tables = (segments.jobs_J6, segments.products_P2, None, None, states)
-    for name, stages in (("segment3", 3), ("segment", 2)):
-        launch.SEGMENT_OPTIONS["STAGES"] = stages
-        row[name] = median_ms(lambda: launch.run_segments(made, v, *tables))
+    row["segment"] = median_ms(lambda: launch.run_segments(made, v, *tables))
     row["fold"] = median_ms(lambda: launch.fold(states, transitions, segments.chains_Q3))
     indices = (segments.starts_G1, segments.order_G, segments.first_G)
     row |= measure_passes(lambda: kernels.state_pass(made, v, *indices, states, states))
@@ -247,33 +239,3 @@ def measure_passes(call: Callable[[], Any]) -> dict[str, float]:
         times[name] = median_ms(call)
     kernels.value_block = chosen
     return times
-
-
-def print_table(rows: list[dict[str, Any]]) -> None:
-    print(*(f"{name:>8}" if i else f"{name:<11}" for i, name in enumerate(rows[0])))
-    for row in rows:
-        name, *cells = (f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values())
-        print(f"{name:<11}", *(f"{cell:>8}" for cell in cells))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("."))
-    parser.add_argument("--only", default="", help="only works with this word in their name")
-    options = parser.parse_args()
-    started = time.time()
-    failures = gate_failures()
-    print(f"  gate {time.time() - started:.0f} s", flush=True)
-    rows = [row for work in WORKS if options.only in work.name for row in measure(work)]
-    options.out.mkdir(parents=True, exist_ok=True)
-    report = {"device": torch.cuda.get_device_name(), "failures": failures, "rows": rows}
-    (options.out / "kda_segments.json").write_text(json.dumps(report, indent=1))
-    print(f"\n{report['device']}; milliseconds; {time.time() - started:.0f} s")
-    print_table(rows)
-    failures += compile_failures()
-    if failures:
-        raise SystemExit("\n".join(failures))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,47 +1,27 @@
-"""All of KDA in one run on one GPU: first right, then fast, each number of ours beside fla's from the same minute.
+"""What `benchmarks/ops/kda.py` does, job by job; each runs in a process of its own.
 
-    PYTHONPATH=. python3 benchmarks/ops/kda_table.py --out FOLDER [--seconds 450] [--no-fla]
-
-First half, many processes side by side on all cores: every gate; gradients of ours and of fla beside float64; and
-everything that is timed later is compiled into one cache, fla with all settings that it will try. No time is taken.
-
-Second half, one process after another and nothing beside it: forward, forward and backward, decode, verify,
-convolution, the most important first. Ours and fla are called in turn in one process; fla chooses its settings before
-its time is taken (with shorter measurements than it would by itself, 25 ms each). Each row is appended to
-FOLDER/rows.jsonl at once, FOLDER/log.txt has what the processes printed, FOLDER/kda_table.json everything. The table
-comes last. A gate that fails is named, and the run ends with 1; so does one that did not come to its end.
+Jobs of the first half take no times: gates, and whatever is timed later is compiled into one cache. Those of the second
+half append their rows to FOLDER/rows.jsonl.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import signal
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import conv
-import kda as forward
-import kda_backward as backward
-import kda_decode as decode
-import kda_segments as segments
 import torch
 import triton
+from kda_parts import backward, decode, forward, segments
 from triton.runtime import driver
 from triton.runtime.autotuner import Autotuner
 
-COMPILERS = 16  # processes of the first half at a time
 SETTINGS = 3  # processes that share the settings of one of fla's works
 WORK_SECONDS = 50  # for ours and fla of one row
 
@@ -83,20 +63,17 @@ def limited(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-# --- jobs of the first half -------------------------------------------------------------------------------------------
-
-
 def gate_forward() -> list[str]:
     with torch.no_grad():
         return forward.gate_failures(forward.check_forward())
 
 
-def gate_backward() -> list[str]:
-    return backward.check_gradients(backward.GATE_WORKS)[1]
+def gate_backward(share: int) -> list[str]:
+    return backward.check_gradients(backward.GATE_WORKS[share::2])[1]
 
 
-def gate_decode() -> list[str]:
-    rows = decode.check_all()
+def gate_decode(check: Callable[[], list[tuple[str, float, float]]]) -> list[str]:
+    rows = check()
     return [f"gate: {what} is off by {error:.2e}, at most {limit:.0e}" for what, error, limit in rows if error > limit]
 
 
@@ -112,7 +89,7 @@ def gate_conv() -> list[str]:
 def beside_fla(options: Options) -> list[str]:
     """Errors of both on the same inputs: one setting of each of fla's kernels is enough for that."""
     take_settings(lambda turn, found: not found)
-    rows, failures = backward.check_beside_fla(backward.BESIDE_FLA)
+    rows, failures = backward.check_beside_fla(backward.BESIDE_FLA, options.with_fla)
     (options.folder / "errors.json").write_text(json.dumps(rows))
     return failures
 
@@ -180,9 +157,6 @@ def take_settings(wanted: Callable[[int, bool], bool]) -> None:
     driver.active.get_benchmarker = lambda: run
 
 
-# --- jobs of the second half ------------------------------------------------------------------------------------------
-
-
 def append(options: Options, part: str, row: dict[str, Any]) -> None:
     with (options.folder / "rows.jsonl").open("a") as file:
         file.write(json.dumps({"part": part, **row}) + "\n")
@@ -218,6 +192,7 @@ def time_forward(row: dict[str, Any], options: Options, speed: float) -> None:
     case = forward.draw(work)
     with torch.no_grad():
         row |= {"floor": forward.floor_bytes(work) / speed, "ours": forward.median_ms(case.ours, 100)}
+        row["TFLOP/s"] = forward.gflop(work) / row["ours"]
         row["graph"], row["host us"] = forward.replayed_ms(case.ours), forward.host_us(case.ours)
         if options.with_fla:
             fla_beside_ours(row, case, 100)
@@ -228,6 +203,7 @@ def time_train(row: dict[str, Any], options: Options, speed: float) -> None:
     work = TRAIN[row["work"]]
     case = backward.draw(work)
     row |= {"floor": backward.floor_bytes(work) / speed, "ours": backward.median_ms(case.ours, 200)}
+    row["TFLOP/s"] = forward.gflop(work, backward=True) / row["ours"]
     row["extra GiB"] = backward.extra_gib(case.ours)
     if options.with_fla:
         fla_beside_ours(row, case, 200)
@@ -251,11 +227,13 @@ def time_decode(options: Options) -> None:
         append(options, "decode", row)
     for row in decode.measure_verify(speed, False, steps, ((32, 8),)):
         append(options, "verify", row)
-    row = conv.measure("T8192", conv.WORKS["T8192"], conv.copy_speed(), quick=True)
-    append(options, "conv", row)
     if options.with_fla:
         for B in (32, 1, 128):
             append(options, "fla decode", {"work": f"decode B{B}", "fla": decode.Bench(B).fla()})
+
+
+def time_conv(options: Options) -> None:
+    append(options, "conv", conv.measure("T8192", conv.WORKS["T8192"], conv.copy_speed(), quick=True))
 
 
 def time_stages(options: Options) -> None:
@@ -271,8 +249,6 @@ def time_segments(options: Options) -> None:
         torch.cuda.empty_cache()
 
 
-# --- the run ----------------------------------------------------------------------------------------------------------
-
 Job = Callable[[Options], list[str] | None]
 
 
@@ -282,13 +258,14 @@ def first_half(with_fla: bool) -> dict[str, Job]:
     for group in GROUPS if with_fla else ():
         for share in range(SETTINGS):
             jobs[f"fla {group} {share}"] = lambda _, g=group, s=share: compile_fla(g, s)
-    jobs |= {"gate backward": lambda _: gate_backward(), "gate decode": lambda _: gate_decode()}
+    jobs |= {f"gate backward {share}": lambda _, s=share: gate_backward(s) for share in range(2)}
+    checks = {"shapes": decode.check_shapes, "kinds": decode.check_kinds}
+    jobs |= {f"gate decode {name}": lambda _, c=check: gate_decode(c) for name, check in checks.items()}
     jobs |= {"gate segments": lambda _: gate_segments(), "gate forward": lambda _: gate_forward()}
     jobs |= {f"ours {group}": lambda _, g=group: compile_ours(g) for group in GROUPS}
-    jobs |= {"decode kernels": lambda _: compile_decode(), "stages kernels": lambda _: compile_stages()}
-    jobs |= {"beside fla": beside_fla} if with_fla else {}
-    jobs |= {f"segments {name}": lambda _, n=name: compile_segments(n) for name in SPLIT_WORKS}
-    return jobs | {"gate conv": lambda _: gate_conv()}
+    jobs |= {"errors": beside_fla, "gate conv": lambda _: gate_conv(), "decode kernels": lambda _: compile_decode()}
+    jobs |= {"study kernels stages": lambda _: compile_stages()}
+    return jobs | {f"study kernels {name}": lambda _, n=name: compile_segments(n) for name in SPLIT_WORKS}
 
 
 def second_half() -> dict[str, tuple[Job, int]]:
@@ -297,134 +274,5 @@ def second_half() -> dict[str, tuple[Job, int]]:
     for group, seconds in (("H96", 110), ("H64", 40), ("H16", 110), ("H12", 70)):
         jobs[f"time {group}"] = partial(time_group, group), seconds
         if group == "H64":
-            jobs["time decode"] = time_decode, 50
-    return jobs | {"time stages": (time_stages, 40), "time segments": (time_segments, 60)}
-
-
-class Child:
-    """One job in a process of its own, its output in a file."""
-
-    def __init__(self, name: str, options: Options, scratch: Path) -> None:
-        self.name, self.log, self.started = name, scratch / f"{name.replace(' ', '_')}.txt", time.time()
-        self.result = self.log.with_suffix(".json")
-        command = [sys.executable, __file__, "--out", str(options.folder), "--job", name, "--result", str(self.result)]
-        command += [] if options.with_fla else ["--no-fla"]
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-
-    def stop(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-
-    def finish(self, options: Options) -> list[str]:
-        """What the job found wrong; its output goes to the common log."""
-        seconds = time.time() - self.started
-        failures = json.loads(self.result.read_text()) if self.result.exists() else [f"{self.name}: did not finish"]
-        text = self.log.read_text(errors="replace")
-        with (options.folder / "log.txt").open("a") as file:
-            file.write(f"--- {self.name}, {seconds:.0f} s\n{text[-200_000:]}\n")
-        print(f"{seconds:5.0f} s  {self.name}", *(failures[:6] or ["ok"]), sep="  ", flush=True)
-        if not self.result.exists():
-            print(*(f"         {line}" for line in text.strip().splitlines()[-4:]), sep="\n", flush=True)
-        return failures
-
-
-def run_first_half(options: Options, scratch: Path, seconds: float) -> list[str]:
-    """As many at once as COMPILERS; those that have not finished in time are stopped."""
-    waiting, running, failures = list(first_half(options.with_fla)), list[Child](), list[str]()
-    limit = time.time() + seconds
-    while (waiting or running) and time.time() < limit:
-        while waiting and len(running) < COMPILERS:
-            running.append(Child(waiting.pop(0), options, scratch))
-        for child in [child for child in running if child.process.poll() is not None]:
-            running.remove(child)
-            failures += child.finish(options)
-        time.sleep(0.2)
-    for child in running:
-        child.stop()
-        failures += child.finish(options)
-    failures += [f"{name}: not begun" for name in waiting]
-    return [failure for failure in failures if failure.startswith(("gate", "beside"))]
-
-
-def run_second_half(options: Options, scratch: Path, limit: float) -> None:
-    for name, (_, seconds) in second_half().items():
-        left = limit - time.time()
-        if left < 10:
-            print(f"         {name}: no time left", flush=True)
-            continue
-        child = Child(name, options, scratch)
-        try:
-            child.process.wait(min(seconds, left))
-        except subprocess.TimeoutExpired:
-            child.stop()
-        child.finish(options)
-
-
-def print_tables(rows: list[dict[str, Any]], errors: list[dict[str, Any]]) -> None:
-    for part in dict.fromkeys(row["part"] for row in rows):
-        table = [{k: v for k, v in row.items() if k != "part"} for row in rows if row["part"] == part]
-        print(f"\n{part}")
-        columns = list(dict.fromkeys(name for row in table for name in row))
-        print(*(f"{name:>9}" if i else f"{name:<18}" for i, name in enumerate(columns)))
-        for row in table:
-            cells = (row.get(name, "") for name in columns)
-            cells = (f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in cells)
-            widths = [18, *(max(9, len(name)) for name in columns[1:])]
-            print(*(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)))
-    print("\nerrors against float64, ours|fla")
-    for case in dict.fromkeys(row["case"] for row in errors):
-        pairs = [f"{r['gradient']} {r['ours']:.1e}|{r['fla']:.1e}" for r in errors if r["case"] == case]
-        print(f"{case:<14}", *pairs)
-
-
-def read(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
-
-
-def run_all(options: Options, seconds: float) -> list[str]:
-    started, scratch = time.time(), Path(tempfile.mkdtemp())
-    for name in ("rows.jsonl", "log.txt", "errors.json"):
-        (options.folder / name).unlink(missing_ok=True)
-    os.environ.setdefault("TRITON_CACHE_DIR", str(scratch / "compiled"))
-    failures = run_first_half(options, scratch, 0.45 * seconds)
-    print(f"{time.time() - started:5.0f} s  first half", flush=True)
-    run_second_half(options, scratch, started + seconds)
-    rows = [json.loads(line) for line in read(options.folder / "rows.jsonl").splitlines()]
-    errors = json.loads(read(options.folder / "errors.json") or "[]")
-    report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d %H:%M")}
-    report["versions"] = {name: version(name) for name in ("torch", "triton")}
-    report["fla"] = version("fla-core") if options.with_fla else None
-    for row in rows:
-        report.setdefault(row["part"], []).append(row)
-    report |= {"errors": errors, "failures": failures, "seconds": time.time() - started}
-    (options.folder / "kda_table.json").write_text(json.dumps(report, indent=1))
-    print(report["device"], report["versions"], "fla", report["fla"], f"{report['seconds']:.0f} s")
-    print_tables(rows, errors)
-    return failures
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("."))
-    parser.add_argument("--seconds", type=float, default=450, help="for everything")
-    parser.add_argument("--no-fla", action="store_true")
-    parser.add_argument("--job", default="", help="one job alone, in this process")
-    parser.add_argument("--result", type=Path, help="where a job writes what it found wrong")
-    arguments = parser.parse_args()
-    options = Options(arguments.out, not arguments.no_fla and find_spec("fla") is not None)
-    options.folder.mkdir(parents=True, exist_ok=True)
-    if not arguments.job:
-        failures = run_all(options, arguments.seconds)
-    else:
-        jobs = first_half(options.with_fla) | {name: job for name, (job, _) in second_half().items()}
-        failures = jobs[arguments.job](options) or []
-        if arguments.result is not None:
-            arguments.result.write_text(json.dumps(failures))
-    if failures:
-        raise SystemExit("\n".join(failures))
-
-
-if __name__ == "__main__":
-    main()
+            jobs |= {"time decode": (time_decode, 50), "time conv": (time_conv, 25)}
+    return jobs | {"study stages": (time_stages, 40), "study segments": (time_segments, 60)}

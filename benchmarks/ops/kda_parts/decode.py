@@ -1,23 +1,15 @@
-"""KDA decode and verify on one GPU: first right, then fast, beside the bytes that must move and beside fla.
-
-    PYTHONPATH=. python3 benchmarks/ops/kda_decode.py --out FOLDER [--quick] [--no-fla]
+"""KDA decode and verify: works, gate and times, for `benchmarks/ops/kda.py`.
 
 The gate compares the Gluon kernels with the slow twin (fp32 inputs, then bf16), verify with single steps bit for bit,
 and a CUDA graph with eager calls. Times are of CUDA graphs that hold one launch for each of several layers with pools
 of their own, more than the L2 cache holds, so that every state comes from memory as in a model; a time is a graph's
 median over its launches. The floor counts states, tails and inputs in and out once, weights once, at the speed of
-a device copy measured in the same run. The table comes last; FOLDER/kda_decode.json holds the same numbers.
+a device copy measured in the same run.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import time
 from collections.abc import Callable
-from importlib.metadata import version
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -137,13 +129,21 @@ def check_graph() -> tuple[str, float, float]:
     return "graph - eager", max(apart, (graphed.states - eager.states).abs().max().item()), 0.0
 
 
-def check_all() -> list[tuple[str, float, float]]:
+def check_shapes() -> list[tuple[str, float, float]]:
+    rows = [row for name, sizes in GATE_CASES.items() for row in check_case(name, sizes, torch.float32, "gluon")]
+    return reported(rows)
+
+
+def check_kinds() -> list[tuple[str, float, float]]:
+    """A graph, activations in bf16, more programs than run at once, the Triton twin."""
     rows = [check_graph()]
-    for name, sizes in GATE_CASES.items():
-        rows += check_case(name, sizes, torch.float32, "gluon")
     rows += check_case("bf16", dict(H=3, K=128, V=128), torch.bfloat16, "gluon")
     rows += check_case("many heads", dict(H=300, K=128, V=128), torch.float32, "gluon")
     rows += check_case("twin", dict(H=3, K=128, V=128), torch.float32, "triton")
+    return reported(rows)
+
+
+def reported(rows: list[tuple[str, float, float]]) -> list[tuple[str, float, float]]:
     for what, error, limit in rows:
         print(f"  {'ok  ' if error <= limit else 'FAIL'} {what:<28} {error:.2e} (at most {limit:.0e})", flush=True)
     return rows
@@ -285,57 +285,3 @@ def measure_verify(
         del bench
         torch.cuda.empty_cache()
     return rows
-
-
-def print_table(rows: list[dict[str, Any]]) -> None:
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    print(*(f"{name:>8}" if i else f"{name:<18}" for i, name in enumerate(columns)))
-    for row in rows:
-        cells = (row.get(name, "") for name in columns)
-        print(
-            *(
-                f"{cell:>8.2f}" if isinstance(cell, float) else f"{cell:<{8 if i else 18}}"
-                for i, cell in enumerate(cells)
-            )
-        )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("."))
-    parser.add_argument("--quick", action="store_true", help="only what the op would choose by itself")
-    parser.add_argument("--no-fla", action="store_true")
-    options = parser.parse_args()
-    torch.manual_seed(0)
-    with_fla = not options.no_fla and find_spec("fla") is not None
-    report: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-        "versions": {name: version(name) for name in ("torch", "triton")},
-        "fla": version("fla-core") if with_fla else None,
-    }
-    print(report["device"], report["versions"], "fla", report["fla"], flush=True)
-    report["gate"] = check_all()
-    speed = copy_speed()
-    report["copy TB/s"] = speed * 1e-6
-    sizes = [1, 32, 128] if options.quick else [1, 8, 32, 128, 512]
-    decode = measure_decode(sizes, speed, options.quick)
-    verify = measure_verify(speed, options.quick, {row["work"]: row["ours"] for row in decode})
-    report |= {"decode": decode, "verify": verify}
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "kda_decode.json").write_text(json.dumps(report, indent=1))
-    print(f"\n{report['device']}, copy {report['copy TB/s']:.2f} TB/s; microseconds; H{HEADS} K128 V128, fp32 state")
-    print("steps: over one decode step of that batch")
-    print_table(decode)
-    print_table(verify)
-    if with_fla:
-        print(
-            "fla, recurrence alone, without convolution and output norm:", {B: round(Bench(B).fla(), 1) for B in sizes}
-        )
-    failures = [f"gate: {what} is off by {error:.2e}" for what, error, limit in report["gate"] if not error <= limit]
-    if failures:
-        raise SystemExit("\n".join(failures))
-
-
-if __name__ == "__main__":
-    main()
