@@ -1,6 +1,6 @@
 """Draws measured times beside their byte floors: JSON files of `benchmarks/ops/*.py` in, one picture out.
 
-    python benchmarks/plot.py FOLDER docs/performance.png
+    python benchmarks/plot.py docs docs/performance.png
 
 Each panel is one file's table: bars for the floor, ours and the peer where it was measured, logarithmic.
 """
@@ -41,7 +41,11 @@ PANELS = (
 
 def rows_of(folder: Path, panel: Panel) -> list[dict[str, Any]]:
     path = folder / panel.file
-    return json.loads(path.read_text()).get(panel.key, []) if path.is_file() else []
+    if not path.is_file():
+        return []
+    table = json.loads(path.read_text())
+    peers = {row["work"]: {"fla": row["fla"]} for row in table.get(f"fla {panel.key}", [])}
+    return [peers.get(row["work"], {}) | row for row in table.get(panel.key, [])]
 
 
 def draw(axes: Any, panel: Panel, rows: list[dict[str, Any]]) -> None:
@@ -75,7 +79,7 @@ def main() -> None:
     for ax, (panel, rows) in zip(axes[:, 0], panels, strict=True):
         draw(ax, panel, rows)
     figure.tight_layout()
-    figure.savefig(options.picture, dpi=130)
+    figure.savefig(options.picture, dpi=90)
 
 
 if __name__ == "__main__":
