@@ -25,7 +25,7 @@ from torch import Tensor
 from rille.model.model import K3
 from rille.serve.assemble import count_pages, load, model_stop_ids, new_drafter, new_graphs, new_scheduler
 from rille.serve.drawing import draw_parts, experts_of
-from rille.serve.grammar import Vocabulary
+from rille.serve.grammar import Matcher, Vocabulary
 from rille.serve.handle import RequestHandle
 from rille.serve.paged import Pages
 from rille.serve.reply import Reply
@@ -107,12 +107,21 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """As `schema.ServingEngine.check`."""
+        self._matchers(request)
+        self._check_room(request)
+
+    def _check_room(self, request: Request) -> None:
         if self._closing:
             raise Unavailable("the engine is shutting down", retry_after_s=10)
-        check_request(request, self.model.config, self.tokenizer)
-        if request.params.grammar is not None:
-            self.vocabulary.matcher(request.params.grammar, request.params.grammar_prefix)
         self.scheduler.check(request, self._pending)
+
+    def _matchers(self, request: Request) -> list[Matcher | None]:
+        """The grammar of each choice, at its start. Raises ValueError for what the request asks and cannot be."""
+        check_request(request, self.model.config, self.tokenizer)
+        params = request.params
+        if params.grammar is None:
+            return [None] * params.n
+        return [self.vocabulary.matcher(params.grammar, params.grammar_prefix) for _ in range(params.n)]
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -125,8 +134,9 @@ class Engine:
 
     def submit(self, request: Request) -> RequestHandle:
         """As `schema.ServingEngine.submit`."""
+        matchers = self._matchers(request)
         try:
-            self.check(request)
+            self._check_room(request)
         except Refused:
             self._totals.refused += 1
             raise
@@ -139,7 +149,7 @@ class Engine:
             self._pending += request.params.n
         seed = request.params.seed if request.params.seed is not None else secrets.randbits(63)
         came = perf_counter()
-        self._post(lambda: self._take_in(request, handle, seed, came))
+        self._post(lambda: self._take_in(request, handle, seed, came, matchers))
         return handle
 
     def abort(self, id: str) -> None:
@@ -255,7 +265,7 @@ class Engine:
 
     def _between_steps(self, action: Callable[[], None]) -> None:
         """Carry an action out in the thread that steps, and wait for it."""
-        if self._thread is None or current_thread() is self._thread:
+        if self._thread is None or not self._thread.is_alive() or current_thread() is self._thread:
             action()
             return
         done = Event()
@@ -270,13 +280,13 @@ class Engine:
 
     # --- requests ---
 
-    def _take_in(self, request: Request, handle: RequestHandle, seed: int, came: float) -> None:
+    def _take_in(
+        self, request: Request, handle: RequestHandle, seed: int, came: float, matchers: Sequence[Matcher | None]
+    ) -> None:
         self._pending -= request.params.n
         spans = picture_spans(request, self.model.config)
-        for choice in self.scheduler.submit(request, handle.id, came, spans, checked=True):
-            matcher = None
-            if request.params.grammar is not None:
-                matcher = self.vocabulary.matcher(request.params.grammar, request.params.grammar_prefix)
+        choices = self.scheduler.submit(request, handle.id, came, spans, checked=True)
+        for choice, matcher in zip(choices, matchers, strict=True):
             self._replies[choice] = Reply(choice, seed, self.stop_ids, self.tokenizer, matcher)
 
     def _abort(self, id: str) -> None:
