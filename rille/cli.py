@@ -10,25 +10,20 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import shlex
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
-from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
+from rille.flags import Arguments, check_text, in_one_line, parse, suggestion
+from rille.interrupts import loading
+
 if TYPE_CHECKING:
     from rille.model.config import K3Config
-
-Arguments = list[str]
 
 # Turns that a thread of torch waits awake for the others; read when torch is loaded. The library's 300,000 train `tiny`
 # 8 % faster on an idle machine, but up to ten times slower where other programs hold the cores.
@@ -88,20 +83,6 @@ def complain(error: Exception, code: int) -> int:
     return code
 
 
-def check_text(arguments: Arguments) -> None:
-    """Arguments are UTF-8: names in other bytes could neither be printed nor given to the libraries that open files."""
-    for argument in arguments:
-        try:
-            argument.encode()
-        except UnicodeEncodeError:
-            raise ValueError(f"argument {os.fsencode(argument)} is not UTF-8; rename the file or directory") from None
-
-
-def suggestion(word: str, known: Iterable[str]) -> str:
-    close = get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ";"
-
-
 def overview() -> str:
     verbs = "\n".join(f"  {name:<10}{verb.line}" for name, verb in VERBS.items())
     return f"""Rille: Kimi K3 as one package.
@@ -152,22 +133,6 @@ def train(arguments: Arguments) -> int:
     return 0
 
 
-@contextmanager
-def loading() -> Iterator[None]:
-    """Ctrl-C waits while libraries are loaded: some swallow it half-way and fail later, without a word of it."""
-    came: list[int] = []
-    before = signal.getsignal(signal.SIGINT)
-    if before != signal.default_int_handler or threading.current_thread() is not threading.main_thread():
-        return (yield)  # ignored, or somebody else's
-    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if came:
-        raise KeyboardInterrupt
-
-
 def train_overview() -> str:
     from rille.recipes.pretrain import RECIPES
 
@@ -212,60 +177,12 @@ def chat(arguments: Arguments) -> int:
     return 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConvertConfig:
-    """Write a checkpoint anew, with other dtypes. Every other file of it (tokenizer, README) moves along."""
-
-    source: Annotated[Positional[str], arg(metavar="SRC")]
-    """A checkpoint directory, or a directory that `rille train` wrote."""
-
-    target: Annotated[Positional[str], arg(metavar="DST")]
-    """The directory to write; it must not exist, or be empty."""
-
-    dtype: Literal["bf16", "fp32"] = "bf16"
-    """Of all plain tensors but those that the official format keeps in fp32."""
-
-    experts: Literal["keep", "bf16", "mxfp4"] = "keep"
-    """Routed experts: as they are, plain (of dtype), or packed to 4 bits."""
-
-
 def convert(arguments: Arguments) -> int:
     """`rille convert SRC DST`"""
-    config = parse(ConvertConfig, arguments, "convert")
+    from rille.model.convert import ConvertConfig, convert
 
-    from rille.model.locate import find_checkpoint
-
-    source, target = find_checkpoint(config.source), Path(config.target)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"{target} exists already; name a new directory")
-
-    with loading():
-        import torch
-
-        from rille.model.checkpoint import load_model, save_model
-
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[config.dtype]
-    # Packing starts from all bits of the source; otherwise the target's dtype loses nothing more than saving does.
-    loaded = load_model(source, dtype=torch.float32 if config.experts == "mxfp4" else dtype)
-    save_model(loaded, target, experts=config.experts, tokenizer=OtherFiles(source), dtype=dtype)
-    size = sum(file.stat().st_size for file in target.iterdir())
-    print(f"{source} -> {target}: {size / 1e6:,.1f} MB")
+    print(convert(parse(ConvertConfig, arguments, "convert")))
     return 0
-
-
-@dataclass(frozen=True)
-class OtherFiles:
-    """The files of a checkpoint that are neither weights nor config; saved with the model: a target appears whole."""
-
-    source: Path
-
-    def save(self, directory: Path) -> None:
-        import shutil
-
-        for file in self.source.iterdir():
-            weights = file.suffix == ".safetensors" or file.name in ("config.json", "model.safetensors.index.json")
-            if file.is_file() and not weights:
-                shutil.copy2(file, directory / file.name)
 
 
 def data(arguments: Arguments) -> int:
@@ -344,41 +261,6 @@ def model_config(name: str) -> K3Config:
     return K3Config.load(find_checkpoint(name))
 
 
-def parse(kind: type, arguments: Arguments, verb: str):
-    """The arguments of one verb as its dataclass; without any, its help and exit code 2."""
-    import tyro
-
-    try:
-        with in_one_line(f"rille {verb}"):
-            return tyro.cli(kind, args=arguments or ["--help"], prog=f"rille {verb}")
-    except SystemExit as end:
-        raise SystemExit(end.code if arguments else 2) from None
-
-
-@contextmanager
-def in_one_line(command: str) -> Iterator[None]:
-    """What is wrong with arguments, which the parser prints as a box of many lines, becomes a ValueError of one."""
-    printed = StringIO()
-    try:
-        with redirect_stderr(printed):
-            yield
-    except SystemExit as end:
-        if not end.code:
-            raise
-        raise ValueError(mistake(printed.getvalue(), command)) from None
-
-
-def mistake(box: str, command: str) -> str:
-    """First paragraph of a box (below its title), and the first of the options that were perhaps meant."""
-    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip("│|+ ") for line in box.splitlines()[1:]]
-    paragraphs = re.split(r"\n[─╰╯-]*(?:\n|$)", "\n" + "\n".join(lines) + "\n")
-    first = next(" ".join(text.split()) for text in paragraphs if text.strip())
-    near = re.search(r"Perhaps you meant:\s+(-[\w.-]+)", " ".join(lines))
-    ours = re.match(r"Error parsing [A-Z]\w*: ", first)  # of a dataclass: it says itself what to do
-    text = re.sub(r"^Error parsing ", "", first.removeprefix(ours[0] if ours else ""))
-    return text + (f"; did you mean {near[1]}?" if near else "") + ("" if ours else f" (`{command} --help` lists all)")
-
-
 @dataclass(frozen=True)
 class Verb:
     run: Callable[[Arguments], int]
@@ -394,6 +276,7 @@ VERBS = {
     "plan": Verb(plan, "what a model needs: parameters, FLOPs, memory"),
     "doctor": Verb(doctor, "what is installed here, and which backend each operation takes and why"),
 }
+
 
 if __name__ == "__main__":
     sys.exit(main())

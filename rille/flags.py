@@ -1,0 +1,61 @@
+"""From the words of a command line to the settings of a verb, a frozen dataclass; mistakes in one line. No torch."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from difflib import get_close_matches
+from io import StringIO
+
+Arguments = list[str]
+
+
+def check_text(arguments: Arguments) -> None:
+    """Arguments are UTF-8: names in other bytes could neither be printed nor given to the libraries that open files."""
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"argument {os.fsencode(argument)} is not UTF-8; rename the file or directory") from None
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    close = get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ";"
+
+
+def parse(kind: type, arguments: Arguments, verb: str):
+    """The arguments of one verb as its dataclass; without any, its help and exit code 2."""
+    import tyro
+
+    try:
+        with in_one_line(f"rille {verb}"):
+            return tyro.cli(kind, args=arguments or ["--help"], prog=f"rille {verb}")
+    except SystemExit as end:
+        raise SystemExit(end.code if arguments else 2) from None
+
+
+@contextmanager
+def in_one_line(command: str) -> Iterator[None]:
+    """What is wrong with arguments, which the parser prints as a box of many lines, becomes a ValueError of one."""
+    printed = StringIO()
+    try:
+        with redirect_stderr(printed):
+            yield
+    except SystemExit as end:
+        if not end.code:
+            raise
+        raise ValueError(mistake(printed.getvalue(), command)) from None
+
+
+def mistake(box: str, command: str) -> str:
+    """First paragraph of a box (below its title), and the first of the options that were perhaps meant."""
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip("│|+ ") for line in box.splitlines()[1:]]
+    paragraphs = re.split(r"\n[─╰╯-]*(?:\n|$)", "\n" + "\n".join(lines) + "\n")
+    first = next(" ".join(text.split()) for text in paragraphs if text.strip())
+    near = re.search(r"Perhaps you meant:\s+(-[\w.-]+)", " ".join(lines))
+    ours = re.match(r"Error parsing [A-Z]\w*: ", first)  # of a dataclass: it says itself what to do
+    text = re.sub(r"^Error parsing ", "", first.removeprefix(ours[0] if ours else ""))
+    return text + (f"; did you mean {near[1]}?" if near else "") + ("" if ours else f" (`{command} --help` lists all)")
