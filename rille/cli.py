@@ -95,6 +95,7 @@ examples
   rille train tiny --out runs/first --steps 200
   rille generate runs/first --prompt "def "
   rille chat runs/first
+  rille serve runs/first
   rille convert runs/first first-mxfp4 --experts mxfp4
   rille data --help
   rille plan k3 --context 1048576
@@ -175,6 +176,28 @@ def chat(arguments: Arguments) -> int:
 
     chat(config)
     return 0
+
+
+def serve(arguments: Arguments) -> int:
+    """`rille serve CHECKPOINT`"""
+    from rille.serve.config import ServeConfig
+
+    config = parse(ServeConfig, arguments, "serve")
+    need("rille serve", "serve", "fastapi", "uvicorn", "pydantic", "prometheus_client", "llguidance")
+
+    with loading():
+        from rille.serve.server import serve
+
+    serve(config)
+    return 0
+
+
+def need(what: str, extra: str, *modules: str) -> None:
+    """Raise ValueError where an extra of the package is not installed."""
+    from importlib.util import find_spec
+
+    if missing := [name for name in modules if find_spec(name) is None]:
+        raise ValueError(f"{what} needs {', '.join(missing)}, not installed here: pip install 'rille[{extra}]'")
 
 
 def convert(arguments: Arguments) -> int:
@@ -271,6 +294,7 @@ VERBS = {
     "train": Verb(train, "train a model from scratch on text (a recipe and its flags)"),
     "generate": Verb(generate, "continue a prompt with a checkpoint"),
     "chat": Verb(chat, "talk with a checkpoint in the terminal: thinking, tools, pictures"),
+    "serve": Verb(serve, "serve a checkpoint over HTTP: OpenAI's and Anthropic's APIs, metrics, a page"),
     "convert": Verb(convert, "write a checkpoint anew: bf16, fp32, MXFP4 experts"),
     "data": Verb(data, "make a training set: filters, duplicates, mixture, rephrasing, long documents"),
     "plan": Verb(plan, "what a model needs: parameters, FLOPs, memory"),

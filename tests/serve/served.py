@@ -37,7 +37,8 @@ MAX_LENGTH = 4000
 @dataclass
 class Script:
     """What one request is answered with: the ids of each choice, then why it ends. gap_s: between two tokens; refuse:
-    raised instead; hold: wait for `abort` after the last token."""
+    raised instead; hold: wait for `abort` after the last token; text:
+    outputs carry text."""
 
     choices: Sequence[Sequence[int]]
     reason: FinishReason | None = None  # None: length where max_tokens cuts it, else stop
@@ -46,6 +47,7 @@ class Script:
     gap_s: float = 0.0
     refuse: Exception | None = None
     hold: bool = False
+    text: bool = True
 
 
 @dataclass
@@ -104,7 +106,7 @@ class ScriptedEngine:
             if matcher is not None and not matcher.is_over:
                 matcher.accept(token)
             text, matched = "", None
-            if token not in self.tokenizer.stop_ids:
+            if script.text and token not in self.tokenizer.stop_ids:
                 text, matched = strings.feed(stream.feed(token))
             top = ((token, -0.5), (5, -2.5))[: params.top_logprobs]
             written += 1
@@ -114,12 +116,11 @@ class ScriptedEngine:
             if written == params.max_tokens and token not in self.tokenizer.stop_ids:
                 reason = "length"
                 break
-        while script.hold and (deadline := request.deadline_s or 30) and not self.aborted:
-            time.sleep(min(deadline, 0.01))
-            if request.deadline_s is not None:
-                time.sleep(request.deadline_s)
-                reason = "abort"
-                break
+        if script.hold and request.deadline_s is not None:
+            time.sleep(request.deadline_s)
+            reason = "abort"
+        while script.hold and reason != "abort":  # until `abort` ends it
+            time.sleep(0.005)
             yield []
         usage = Usage(len(request.prompt), script.cached, written)
         if params.grammar is not None and self.is_checking and reason == "stop" and matched is None:

@@ -1,0 +1,362 @@
+"""Completions, Anthropic's messages, responses, tokenise: through the clients that people use, streamed and whole."""
+
+import json
+
+import anthropic
+import openai
+import pytest
+
+from rille.serve.history import from_anthropic, from_responses
+from rille.text.images import ImageConfig
+from tests.serve.scripted import reply_ids, small_tokenizer
+from tests.serve.served import serving
+from tests.serve.test_api_chat import PIXEL, SCHEMA, TOOL, USER
+from tests.serve.test_chat import CALL
+
+FLAT = {"type": "function", "name": "double", "parameters": TOOL["function"]["parameters"]}
+CLAUDE = {"name": "double", "description": "Twice.", "input_schema": TOOL["function"]["parameters"]}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return small_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def server(tokenizer):
+    with serving(tokenizer) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def claude(server):
+    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+
+
+# --- completions ------------------------------------------------------------------------------------------------------
+
+
+def test_completions_of_texts_and_ids(server, client, tokenizer):
+    words = tokenizer.encode("then é call")
+    for prompt, ids in (("The tools", tokenizer.encode("The tools")), ([5, 6, 7], [5, 6, 7])):
+        server.say(words, cached=1)
+        reply = client.completions.create(model="tiny", prompt=prompt, max_tokens=50)
+        assert reply.choices[0].text == "then é call" and reply.choices[0].finish_reason == "stop"
+        assert list(server.request.prompt) == ids
+        assert reply.usage.completion_tokens == len(words) and reply.usage.prompt_tokens_details.cached_tokens == 1
+        assert server.request.params.max_tokens == 50
+
+
+def test_completions_stream_what_they_say_whole(server, client, tokenizer):
+    texts = ["one STOP", "two é", "three", "four"]
+    request = {"prompt": ["a", "b"], "n": 2, "stop": ["STOP"], "logprobs": 1, "max_tokens": 60}
+    for _ in range(2):
+        server.say(*map(tokenizer.encode, texts[:2]))
+        server.say(*map(tokenizer.encode, texts[2:]))
+    reply = client.completions.create(model="tiny", **request)
+    chunks = list(
+        client.completions.create(model="tiny", stream=True, stream_options={"include_usage": True}, **request)
+    )
+    assert [choice.text for choice in reply.choices] == ["one ", "two é", "three", "four"]
+    assert chunks[-1].usage == reply.usage
+    for choice in reply.choices:
+        pieces = [piece for chunk in chunks for piece in chunk.choices if piece.index == choice.index]
+        assert "".join(piece.text for piece in pieces) == choice.text
+        assert [piece.finish_reason for piece in pieces if piece.finish_reason] == [choice.finish_reason]
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            joined = [one for piece in pieces if piece.logprobs for one in getattr(piece.logprobs, name)]
+            assert joined == getattr(choice.logprobs, name)
+
+
+def test_echo_and_limits(server, client, tokenizer):
+    ids = tokenizer.encode("then call the tools")
+    server.say(ids)
+    assert client.completions.create(model="tiny", prompt="Say: ", echo=True, max_tokens=50).choices[0].text == (
+        "Say: then call the tools"
+    )
+    server.say(ids)
+    reply = client.completions.create(model="tiny", prompt="Say: ", max_tokens=2)
+    assert reply.choices[0].finish_reason == "length" and reply.usage.completion_tokens == 2
+    server.say(ids)
+    client.completions.create(model="tiny", prompt="a")
+    assert server.request.params.max_tokens == 16, "OpenAI's default"
+    for wrong in ({"echo": True, "logprobs": 1}, {"prompt": []}, {"prompt": [[]]}, {"logprobs": 21}, {"best_of": 2}):
+        with pytest.raises(openai.BadRequestError):
+            client.completions.create(**{"model": "tiny", "prompt": "a", **wrong})
+
+
+def test_tokenize_and_back(server, tokenizer):
+    status, body, _ = server.post("/tokenize", {"prompt": "the tools é"})
+    assert (status, body["tokens"]) == (200, tokenizer.encode("the tools é")) and body["count"] == len(body["tokens"])
+    assert server.post("/detokenize", {"tokens": body["tokens"]})[1] == {"prompt": "the tools é"}
+    server.say(reply_ids(tokenizer, content="x"))
+    server.post("/v1/chat/completions", {"messages": [USER], "tools": [TOOL]})
+    body = server.post("/tokenize", {"messages": [USER], "tools": [TOOL]})[1]
+    assert body["tokens"] == list(server.request.prompt)
+    for wrong in ({}, {"prompt": "a", "messages": [USER]}):
+        assert server.post("/tokenize", wrong)[0] == 400
+    assert server.post("/detokenize", {"tokens": [10**9]})[0] == 400
+
+
+# --- Anthropic --------------------------------------------------------------------------------------------------------
+
+
+def ask(claude, **request):
+    return claude.messages.create(**{"model": "tiny", "max_tokens": 200, "messages": [USER], **request})
+
+
+def both(server, claude, ids, cached=0, **request):
+    """The message, whole and streamed, which must be equal but for ids."""
+    for _ in range(2):
+        server.say(ids, cached=cached)
+    message = ask(claude, **request)
+    with claude.messages.stream(**{"model": "tiny", "max_tokens": 200, "messages": [USER], **request}) as stream:
+        final = stream.get_final_message()
+    plain = [one.model_dump(exclude={"id"}, exclude_none=True) for one in message.content]
+    assert [
+        one.model_dump(include=set(kept), exclude={"id"}) for one, kept in zip(final.content, plain, strict=True)
+    ] == plain
+    assert (final.stop_reason, final.stop_sequence) == (message.stop_reason, message.stop_sequence)
+    assert final.usage.output_tokens == message.usage.output_tokens
+    assert final.usage.input_tokens == message.usage.input_tokens
+    assert final.usage.cache_read_input_tokens == message.usage.cache_read_input_tokens == cached
+    return message
+
+
+def test_messages(server, claude, tokenizer):
+    ids = reply_ids(tokenizer, thinking=False, content="Hello é")
+    message = both(server, claude, ids, cached=5, system="Be brief.")
+    assert [block.text for block in message.content] == ["Hello é"] and message.stop_reason == "end_turn"
+    assert message.usage.input_tokens == len(server.request.prompt) - 5
+    assert "Be brief." in server.prompt() and "thinking_effort" not in server.prompt()
+
+
+@pytest.mark.parametrize(
+    ("given", "effort"),
+    [
+        ({"thinking": {"type": "enabled", "budget_tokens": 2048}}, "low"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 10_000}}, "high"),
+        ({"thinking": {"type": "adaptive"}}, "max"),
+        ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "medium"}}, "high"),
+    ],
+)
+def test_messages_with_thinking(server, claude, tokenizer, given, effort):
+    message = both(server, claude, reply_ids(tokenizer, reasoning_content="Hm, é", content="yes"), **given)
+    assert [block.type for block in message.content] == ["thinking", "text"]
+    assert message.content[0].thinking == "Hm, é" and message.content[0].signature
+    assert f"thinking_effort={effort}`" in server.prompt()
+
+
+def test_messages_with_tools(server, claude, tokenizer):
+    ids = reply_ids(tokenizer, thinking=False, content="I ask.", tool_calls=[CALL, CALL])
+    message = both(server, claude, ids, tools=[CLAUDE])
+    assert [block.type for block in message.content] == ["text", "tool_use", "tool_use"]
+    assert message.content[1].input == {"number": 21} and message.stop_reason == "tool_use"
+    one = reply_ids(tokenizer, thinking=False, content="", tool_calls=[CALL])
+    for choice, said in (
+        ({"type": "any"}, "tool_choice=required"),
+        ({"type": "tool", "name": "double", "disable_parallel_tool_use": True}, "tool_choice=required"),
+    ):
+        both(server, claude, one, tools=[CLAUDE], tool_choice=choice)
+        assert said in server.prompt()
+    matcher = server.engine.vocabulary.matcher(server.request.params.grammar)
+    assert matcher.count_valid(ids) < len(ids), "one call at most"
+
+
+def test_messages_stop_and_length(server, claude, tokenizer):
+    ids = reply_ids(tokenizer, thinking=False, content="three STOP four")
+    message = both(server, claude, ids, stop_sequences=["STOP"])
+    assert (message.content[0].text, message.stop_reason, message.stop_sequence) == ("three ", "stop_sequence", "STOP")
+    assert both(server, claude, ids, max_tokens=3).stop_reason == "max_tokens"
+
+
+def test_messages_continue_the_assistant(server, claude, tokenizer):
+    ids = reply_ids(tokenizer, thinking=False, content="and so on")
+    both(server, claude, ids, messages=[USER, {"role": "assistant", "content": "It goes on "}])
+    assert server.prompt().endswith("It goes on ")
+
+
+def test_messages_with_a_form(server, claude, tokenizer):
+    ids = reply_ids(tokenizer, thinking=False, content='{"ok":true}')
+    config = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    message = both(server, claude, ids, output_config=config)
+    assert json.loads(message.content[0].text) == {"ok": True} and server.request.params.grammar is not None
+
+
+HISTORIES = {
+    "without thinking": [],
+    "signed elsewhere": [{"type": "thinking", "thinking": "hm", "signature": "Zm9yZWlnbg=="}],
+    "unsigned": [{"type": "thinking", "thinking": "hm", "signature": ""}],
+    "redacted": [{"type": "redacted_thinking", "data": "AAAA"}],
+}
+
+
+@pytest.mark.parametrize("name", HISTORIES)
+def test_d9_any_history_of_thinking_is_taken(server, claude, tokenizer, name):
+    use = {"type": "tool_use", "id": "toolu_1", "name": "double", "input": {"number": 21}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "forty-two"}]}
+    messages = [
+        USER,
+        {"role": "assistant", "content": [*HISTORIES[name], use]},
+        {"role": "user", "content": [{"type": "text", "text": "and?"}, result]},
+    ]
+    ids = reply_ids(tokenizer, reasoning_content="", content="42")
+    both(server, claude, ids, messages=messages, tools=[CLAUDE], thinking={"type": "adaptive"})
+    prompt = server.prompt()
+    assert prompt.index("forty-two") < prompt.index("and?") and ("hm" in prompt) == ("signed" in name)
+    assert 'role="tool"' in prompt and 'tool="double"' in prompt
+
+
+def test_count_tokens(server, claude, tokenizer):
+    server.say(reply_ids(tokenizer, thinking=False, content="x"))
+    request = {"messages": [USER], "system": "Be brief.", "tools": [CLAUDE]}
+    ask(claude, **request)
+    assert claude.messages.count_tokens(model="tiny", **request).input_tokens == len(server.request.prompt)
+
+
+def test_messages_with_pictures(tokenizer):
+    with serving(tokenizer, images=ImageConfig(), media_id=tokenizer.specials["<|media_pad|>"]) as server:
+        server.say(reply_ids(tokenizer, thinking=False, content="a dot"))
+        source = {"type": "base64", "media_type": "image/png", "data": PIXEL.partition(",")[2]}
+        content = [{"type": "image", "source": source}, {"type": "text", "text": "?"}]
+        claude = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+        assert ask(claude, messages=[{"role": "user", "content": content}]).content[0].text == "a dot"
+        assert len(server.request.images) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}]},
+        {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": "c"}]}]},
+        {"messages": [{"role": "user", "content": 5}]},
+        {"messages": [{"role": "tool", "content": "x"}]},
+        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+        {"tools": [{"name": "a"}]},
+        {"tool_choice": {"type": "tool"}, "tools": [CLAUDE]},
+        {"thinking": {"type": "dreaming"}},
+        {"output_config": {"format": {"type": "yaml"}}},
+        {"unknown_thing": 1},
+    ],
+)
+def test_messages_refused(server, wrong):
+    status, body, _ = server.post("/v1/messages", {"model": "tiny", "max_tokens": 9, "messages": [USER], **wrong})
+    assert status == 400 and body["error"]["type"] == "invalid_request_error" and body["error"]["message"]
+
+
+# --- responses --------------------------------------------------------------------------------------------------------
+
+
+def respond(server, client, ids, cached=0, **request):
+    """The response, whole and streamed, which must be equal but for ids and times."""
+    for _ in range(2):
+        server.say(ids, cached=cached)
+    response = client.responses.create(**{"model": "tiny", "input": "hi", **request})
+    events = list(client.responses.create(stream=True, **{"model": "tiny", "input": "hi", **request}))
+    last = events[-1].response
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert last.status == response.status and last.usage == response.usage
+    assert [without_ids(one) for one in last.output] == [without_ids(one) for one in response.output]
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text == response.output_text == last.output_text
+    return response, events
+
+
+def without_ids(item):
+    return item.model_dump(exclude={"id", "call_id"})
+
+
+def test_responses(server, client, tokenizer):
+    ids = reply_ids(tokenizer, reasoning_content="Hm, é", content="Hello 🙂")
+    response, events = respond(server, client, ids, cached=7, instructions="Be brief.", reasoning={"effort": "low"})
+    assert response.output_text == "Hello 🙂" and response.status == "completed"
+    assert [item.type for item in response.output] == ["reasoning", "message"]
+    assert response.output[0].content[0].text == "Hm, é"
+    assert response.usage.input_tokens_details.cached_tokens == 7 < response.usage.input_tokens
+    assert 0 < response.usage.output_tokens_details.reasoning_tokens < response.usage.output_tokens == len(ids)
+    assert "Be brief." in server.prompt() and "thinking_effort=low`" in server.prompt()
+    kinds = [event.type for event in events]
+    assert kinds[:3] == ["response.created", "response.in_progress", "response.output_item.added"]
+    assert kinds[-1] == "response.completed" and kinds.count("response.output_item.done") == 2
+
+
+def test_responses_with_tools(server, client, tokenizer):
+    ids = reply_ids(tokenizer, reasoning_content="", content="", tool_calls=[CALL, CALL])
+    response, events = respond(server, client, ids, tools=[FLAT], tool_choice="required")
+    assert [json.loads(item.arguments) for item in response.output] == [{"number": 21}] * 2
+    deltas = "".join(event.delta for event in events if event.type == "response.function_call_arguments.delta")
+    assert deltas == "".join(item.arguments for item in response.output)
+    history = [
+        {"role": "user", "content": "twice 21?"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "I ask."}]},
+        {"type": "function_call", "call_id": "a", "name": "double", "arguments": '{"number": 21}'},
+        {"type": "function_call_output", "call_id": "a", "output": "forty-two"},
+    ]
+    respond(server, client, reply_ids(tokenizer, reasoning_content="", content="42"), input=history, tools=[FLAT])
+    assert "I ask." in server.prompt() and "forty-two" in server.prompt()
+
+
+def test_responses_with_a_form_and_a_limit(server, client, tokenizer):
+    form = {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}
+    ids = reply_ids(tokenizer, reasoning_content="", content='{"ok":true}')
+    assert respond(server, client, ids, text=form)[0].output_text == '{"ok":true}'
+    response, events = respond(server, client, ids, max_output_tokens=len(ids) - 8)
+    assert response.status == "incomplete" and response.incomplete_details.reason == "max_output_tokens"
+    assert events[-1].type == "response.incomplete"
+
+
+def test_responses_that_fail(server, client, tokenizer):
+    server.say(reply_ids(tokenizer, content="x"), reason="error", error="no numbers")
+    events = list(client.responses.create(model="tiny", input="hi", stream=True))
+    assert events[-1].type == "response.failed" and "no numbers" in events[-1].response.error.message
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"previous_response_id": "resp_1"},
+        {"tools": [{"type": "web_search"}]},
+        {"input": [{"type": "item_reference", "id": "x"}]},
+        {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]},
+        {"input": []},
+        {"text": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+        {"reasoning": {"effort": "immense"}},
+        {"background": True},
+    ],
+)
+def test_responses_refused(server, wrong):
+    status, body, _ = server.post("/v1/responses", {"input": "hi", **wrong})
+    assert status == 400 and body["error"]["message"]
+
+
+# --- histories --------------------------------------------------------------------------------------------------------
+
+
+def test_turns_of_an_assistant_become_one_message():
+    call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]}
+    said = {"role": "assistant", "content": [{"type": "output_text", "text": "s"}]}
+    made = from_responses([thought, said, call, call, thought, call, said, said], None, None).messages
+    assert [(m["reasoning_content"], m["content"], len(m.get("tool_calls", []))) for m in made] == [
+        ("t", "s", 2),
+        ("t", "", 1),
+        ("", "s", 0),
+        ("", "s", 0),
+    ]
+
+
+def test_system_texts_are_joined_and_results_come_first():
+    system = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}]
+    result = {"type": "tool_result", "tool_use_id": "x"}
+    listed = from_anthropic([{"role": "user", "content": [{"type": "text", "text": "t"}, result]}], system, None)
+    assert [(m["role"], m["content"]) for m in listed.messages] == [
+        ("system", "ab"),
+        ("tool", ""),
+        ("user", [{"type": "text", "text": "t"}]),
+    ]
