@@ -98,8 +98,8 @@ def test_written_out_gradient_is_autograd_of_the_recurrence(lengths: tuple[int, 
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("bound", [-5.0, -2.0])
-def test_packed_sequences(bound: float) -> None:
+@pytest.mark.parametrize("bound", [-5.0, -2.0, None])
+def test_packed_sequences(bound: float | None) -> None:
     assert_gradients(draw(PACKED, bound=bound))
 
 
@@ -239,10 +239,27 @@ def test_pool_is_read_before_it_is_overwritten() -> None:
     assert torch.equal(pool[slots], final)
 
 
-def test_softplus_gate_has_no_gradient_kernel() -> None:
-    case = draw((20,), bound=None)
-    with pytest.raises(ValueError, match="softplus"):
-        case.gradients("triton")
+@pytest.mark.parametrize(
+    ("name", "logits"), [("shut", 36), ("by channel", 12), ("by token", 4), ("open, then shut", 4)]
+)
+def test_softplus_gate_without_a_bound(name: str, logits: int) -> None:
+    """Decays of up to e^-36 a token: exponents, and so their rounding, have no bound either."""
+    case = replace(gated(name), bound=None)
+    q, k, v, z, *others = case.leaves
+    assert_gradients(replace(case, leaves=[q, k, v, z * (logits / 12), *others]), slack=4.0)
+
+
+def test_softplus_gate_of_shut_tokens_between_open_ones() -> None:
+    """Here dz is e^-12 of the terms that it is a sum of, and off by their rounding."""
+    case = replace(gated("by token"), bound=None)
+    exact, got = case.gradients("reference", torch.float64), case.gradients("triton")
+    terms = (case.leaves[1] * exact[1]).norm().item()
+    assert distance(got[3], exact[3]) <= (2e-6 if INTERPRET else 2e-2) * terms
+
+
+@pytest.mark.parametrize(("K", "V"), [(128, 128), (64, 256)])
+def test_widths_with_the_softplus_gate(K: int, V: int) -> None:
+    assert_gradients(draw((70, 3), H=1, K=K, V=V, bound=None))
 
 
 def test_ops_hold_the_rules_of_torch_library() -> None:

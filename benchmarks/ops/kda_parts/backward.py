@@ -33,6 +33,7 @@ class Work:
     K: int = 128
     V: int = 128
     batched: bool = False  # sequences of one length, which fla takes as a batch and not packed
+    bound: float | None = -5.0
 
 
 WORKS = [
@@ -51,6 +52,7 @@ GATE_WORKS = [
     Work("mixed gate", 4, (1000,)),
     Work("open gate", 4, (4096,)),
     Work("large", 4, (1000,)),
+    Work("softplus", 4, (1000, 1, 300), bound=None),
 ]
 BESIDE_FLA = [  # where keys repeat, the rounding of T decides: the measure is what fla makes of the same inputs
     Work("random", 4, (1000,)),
@@ -72,6 +74,7 @@ class Case:
     do: Tensor
     dfinal: Tensor | None
     batched: bool = False
+    bound: float | None = -5.0
 
     @cached_property
     def cu_seqlens(self) -> Tensor | None:
@@ -84,7 +87,7 @@ class Case:
         if dtype is not None:
             leaves = [x.detach().to(dtype).requires_grad_() for x in leaves]
         q, k, v, z, b, A_log, dt_bias, *state = leaves
-        gate = Gate(A_log, dt_bias, -5.0)
+        gate = Gate(A_log, dt_bias, self.bound)
         o, final = kda(q, k, v, z, b, gate, self.packing, state[0] if state else None, backend=backend)
         return self.differentiate(o, final, leaves)
 
@@ -128,7 +131,7 @@ def draw(work: Work, stateful: bool = False) -> Case:
     leaves = [*(x.bfloat16() for x in (q, k, v, z, b)), *parameters, *states]
     dfinal = torch.randn(S, H, V, K, device="cuda") if stateful else None
     packing = Packing.of(work.lengths, device="cuda")
-    return Case([x.requires_grad_() for x in leaves], packing, do.bfloat16(), dfinal, work.batched)
+    return Case([x.requires_grad_() for x in leaves], packing, do.bfloat16(), dfinal, work.batched, work.bound)
 
 
 def distance(got: Tensor, expected: Tensor, size: Tensor) -> float:

@@ -47,8 +47,6 @@ def without_triton(
     """Why the kernels cannot run, or an empty string."""
     if not HAS_TRITON:
         return "triton is not installed"
-    if gate.lower_bound is None and wants_gradients(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, state):
-        return "gradients of the softplus gate have no kernel"
     from rille.ops.kda import forward
 
     return forward.unsupported(q_NHK, v_NHV)

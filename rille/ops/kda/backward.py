@@ -64,7 +64,7 @@ class Inputs(NamedTuple):
     b_NH: Tensor
     A_log: Tensor
     dt_bias_HK: Tensor
-    lower_bound: float
+    lower_bound: float | None
     spans_M2: Tensor
     starts: Tensor
     order_S: Tensor
@@ -90,7 +90,7 @@ def backward(
     cut: Cut | None = None,
 ) -> Gradients:
     """Gradients of sum(o do) + sum(final dfinal), each in its input's type; those of A_log, dt_bias and the initial
-    states in fp32. t, a: from `forward.forward`. Not for the softplus gate."""
+    states in fp32. t, a: from `forward.forward`."""
     packed = (packed_heads(x) for x in inputs[:5])
     inputs = inputs._replace(
         **dict(zip(Inputs._fields[:5], packed, strict=True)), dt_bias_HK=inputs.dt_bias_HK.contiguous()
@@ -150,9 +150,10 @@ def prepare(inputs: Inputs) -> Prepared:
     arguments = (
         q_NHK, k_NHK, z_NHK, inputs.A_log, inputs.dt_bias_HK, inputs.spans_M2, ones_of_half(q_NHK.device, dtype),
         *prepared,
-        q_NHK.stride(0), k_NHK.stride(0), z_NHK.stride(0), inputs.lower_bound, K**-0.5,
+        q_NHK.stride(0), k_NHK.stride(0), z_NHK.stride(0), inputs.lower_bound or 0.0, K**-0.5,
     )  # fmt: skip
-    launch(prepare_kernel, M * H, arguments, H=H, K=K, **types(dtype), num_warps=K // 16)
+    shape = dict(H=H, K=K, BOUNDED=inputs.lower_bound is not None, **types(dtype), num_warps=K // 16)
+    launch(prepare_kernel, M * H, arguments, **shape)
     return prepared
 
 
@@ -216,9 +217,10 @@ def local(
         q_NHK, k_NHK, z_NHK, do_NHV, dv_NHV, b_NH, A_log, inputs.dt_bias_HK, inputs.spans_M2,
         ones_of_half(q_NHK.device, dtype), u_MHCV, states_MHVK, dstates_MHVK, totals_MH4K, norms_MH2C,
         dq_NHK, dk_NHK, dz_NHK, db_NH, dbias_MHK, drate_MHK,
-        *(x.stride(0) for x in (q_NHK, k_NHK, z_NHK, do_NHV, b_NH)), inputs.lower_bound, K**-0.5,
+        *(x.stride(0) for x in (q_NHK, k_NHK, z_NHK, do_NHV, b_NH)), inputs.lower_bound or 0.0, K**-0.5,
     )  # fmt: skip
-    shape = dict(H=H, K=K, V=V, BV=min(V, 128), **types(dtype), num_warps=K // 16)
+    bounded = inputs.lower_bound is not None
+    shape = dict(H=H, K=K, V=V, BV=min(V, 128), BOUNDED=bounded, **types(dtype), num_warps=K // 16)
     launch(local_kernel, M * H, arguments, **shape)
     dA_log = torch.zeros_like(A_log, dtype=torch.float32)
     dA_log[:H] = drate_MHK.sum((0, 2))

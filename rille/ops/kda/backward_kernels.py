@@ -23,7 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rille.ops.kda.intra import LOG2E, exp2, inverse_root, leading_bits, operand, reciprocal
+from rille.ops.kda.intra import LOG2E, exp2, inverse_root, leading_bits, log2_decay, operand, reciprocal
 
 NO_TOKEN: tl.constexpr = tl.constexpr(-1e30)  # a decay logit that decays nothing, whatever is added to it
 
@@ -82,6 +82,7 @@ def prepare_kernel(
     scale,
     H: tl.constexpr,
     K: tl.constexpr,
+    BOUNDED: tl.constexpr,
     OPERAND: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
@@ -104,14 +105,15 @@ def prepare_kernel(
     bias = tl.load(dt_bias_ptr + h * K + channel)[:, None]
 
     at_z = z_ptr + row[:, None] * z_stride + channel[None, :]
+    PIECES: tl.constexpr = 2 if BOUNDED else 3
     z = tl.load(at_z, mask=(row < count)[:, None], other=NO_TOKEN)
-    g = bounded_decay(transposed(z, identity, INTERPRET) + bias, rate, lower_bound, INTERPRET)
-    x_a = times_ones(g, anchors, 2, OPERAND, INTERPRET)
+    g = log2_decay(transposed(z, identity, INTERPRET), bias, rate, lower_bound, BOUNDED, INTERPRET)
+    x_a = times_ones(g, anchors, PIECES, OPERAND, INTERPRET)
     t0 = tl.sum(tl.where((row < 16)[None, :], g, 0.0), 1)
     t1 = tl.sum(tl.where((row < 16)[None, :], 0.0, g), 1)
     z = tl.load(at_z + R * z_stride, mask=(row + R < count)[:, None], other=NO_TOKEN)
-    g = bounded_decay(transposed(z, identity, INTERPRET) + bias, rate, lower_bound, INTERPRET)
-    x_b = times_ones(g, anchors, 2, OPERAND, INTERPRET)
+    g = log2_decay(transposed(z, identity, INTERPRET), bias, rate, lower_bound, BOUNDED, INTERPRET)
+    x_b = times_ones(g, anchors, PIECES, OPERAND, INTERPRET)
     t2 = tl.sum(tl.where((row < 16)[None, :], g, 0.0), 1)
     t3 = tl.sum(tl.where((row < 16)[None, :], 0.0, g), 1)
     tl.store(decay_ptr + out * K + channel, exp2(t0 + t1 + t2 + t3, INTERPRET))
@@ -134,13 +136,13 @@ def prepare_kernel(
         k_norm = inverse_root(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + 1e-6, INTERPRET)
         tl.store(norms_ptr + out * (2 * C) + place, q_norm)
         tl.store(norms_ptr + out * (2 * C) + C + place, k_norm)
-        from_start = exp2(x + to_start[:, None], INTERPRET)
+        from_start = exp2(tl.minimum(x + to_start[:, None], 0.0), INTERPRET)
         k = transposed(k, identity, INTERPRET) * k_norm[None, :]
         q = transposed(q, identity, INTERPRET) * (q_norm * scale)[None, :] * from_start
         at = out * (C * K) + place[:, None] * K + channel[None, :]
         tl.store(q_out_ptr + at, tl.trans(q.to(OPERAND)))
         tl.store(k_start_ptr + at, tl.trans((-k * from_start).to(OPERAND)))
-        tl.store(k_end_ptr + at, tl.trans((k * exp2(to_end[:, None] - x, INTERPRET)).to(OPERAND)))
+        tl.store(k_end_ptr + at, tl.trans((k * exp2(tl.minimum(to_end[:, None] - x, 0.0), INTERPRET)).to(OPERAND)))
 
 
 @triton.jit

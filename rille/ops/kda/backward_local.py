@@ -29,6 +29,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rille.ops.kda.backward_direct import local_channels_directly
 from rille.ops.kda.backward_kernels import NO_TOKEN, bounded_decay, times_ones, transposed
 from rille.ops.kda.intra import LOG2E, exp2, operand, reciprocal
 
@@ -109,6 +110,7 @@ def local_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     BV: tl.constexpr,
+    BOUNDED: tl.constexpr,
     OPERAND: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
@@ -167,12 +169,20 @@ def local_kernel(
     da_aa, da_ba, da_bb = blocks((tl.where(i > j, da, 0.0) * per_unit).to(OPERAND))
     dak_aa, dak_ba, dak_bb = blocks((dak * per_unit).to(OPERAND))
     rate = exp2(tl.load(A_log_ptr + h).to(tl.float32) * LOG2E, INTERPRET)
-    local_channels(
-        own_a, own_b, da_aa, da_ba, da_bb, dak_aa, dak_ba, dak_bb, unit, q_ptr, k_ptr, z_ptr, do_ptr, dv_ptr, rate,
-        dt_bias_ptr + h * K, ones_ptr, u_ptr, states_ptr, dstates_ptr, totals_ptr, norms_ptr, dq_ptr, dk_ptr, dz_ptr,
-        dbias_ptr, drate_ptr, count, q_stride, k_stride, z_stride, do_stride, lower_bound, scale,
-        H, K, V, BV, OPERAND, INTERPRET,
-    )  # fmt: skip
+    if BOUNDED:
+        local_channels(
+            own_a, own_b, da_aa, da_ba, da_bb, dak_aa, dak_ba, dak_bb, unit, q_ptr, k_ptr, z_ptr, do_ptr, dv_ptr, rate,
+            dt_bias_ptr + h * K, ones_ptr, u_ptr, states_ptr, dstates_ptr, totals_ptr, norms_ptr, dq_ptr, dk_ptr,
+            dz_ptr, dbias_ptr, drate_ptr, count, q_stride, k_stride, z_stride, do_stride, lower_bound, scale,
+            H, K, V, BV, OPERAND, INTERPRET,
+        )  # fmt: skip
+    else:
+        local_channels_directly(
+            own_a, own_b, da_aa, da_ba, da_bb, dak_aa, dak_ba, dak_bb, unit, q_ptr, k_ptr, z_ptr, do_ptr, dv_ptr, rate,
+            dt_bias_ptr + h * K, ones_ptr, u_ptr, states_ptr, dstates_ptr, totals_ptr, norms_ptr, dq_ptr, dk_ptr,
+            dz_ptr, dbias_ptr, drate_ptr, count, q_stride, k_stride, z_stride, do_stride, scale,
+            H, K, V, BV, OPERAND, INTERPRET,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -28,7 +28,7 @@ def kda_backward(
     b_NH: Tensor,
     A_log: Tensor,
     dt_bias_HK: Tensor,
-    lower_bound: float,
+    lower_bound: float | None,
     spans_M2: Tensor,
     starts: Tensor,
     order_S: Tensor,
