@@ -1,8 +1,9 @@
 """Checkpoints of a run: an official checkpoint that anything can load, and beside it what training needs to continue.
 
     step-000200/    config.json, shards, index (bf16), tokenizer.json        the official layout
-                    training/state.safetensors    weights (fp32 masters of bf16 ones) and optimiser state, random state
-                    training/state.json           step, place in the data, settings
+                    training/state.safetensors    weights (fp32 masters of bf16 ones), their running mean, optimiser
+                                                  state, random state
+                    training/state.json           step, place in the data, settings, skipped steps
 
 A directory appears whole or not at all (`publishing`). Continuing from it gives the losses, bit for bit on a CPU, that
 the run would have had.
@@ -43,6 +44,7 @@ def save_checkpoint(run: Run) -> Path:
         (directory / "training").mkdir()
         save_shard([Pending.of(name, tensor) for name, tensor in _tensors(run)], directory / TENSORS)
         numbers = {"step": run.step, "loader": run.loader.state(), "settings": settings(run.config)}
+        numbers["guard"] = run.guard.state()
         (directory / NUMBERS).write_text(json.dumps(numbers, indent=1), encoding="utf-8")
     for _, old in step_checkpoints(out)[: -run.config.keep]:
         doomed = old.with_name(f".{old.name}.old")  # so that one that is half removed is never taken for a whole one
@@ -61,6 +63,8 @@ def restore(run: Run, path: Path) -> None:
     tensors = read_tensors(path)
     wanted = {f"model.{name}": weight.shape for name, weight in weights(run).items()}
     wanted["random"] = torch.get_rng_state().shape
+    if run.average is not None:
+        wanted |= {f"ema.{name}": mean.shape for name, mean in run.average.named()}
     if wrong := [name for name, shape in wanted.items() if name not in tensors or tensors[name].shape != shape]:
         raise damaged(path / TENSORS, path, f"absent or of another shape: {shorten(wrong)}")
     with torch.no_grad():
@@ -70,6 +74,10 @@ def restore(run: Run, path: Path) -> None:
     _restore_optimizer(run, tensors)
     torch.set_rng_state(tensors["random"])
     run.loader.restore(numbers["loader"])
+    if run.average is not None:
+        run.average.restore({name: tensors[f"ema.{name}"] for name, _ in run.average.named()})
+    if "guard" in numbers:  # else of before there was one
+        run.guard.restore(numbers["guard"])
     run.step = numbers["step"]
 
 
@@ -115,6 +123,9 @@ def _tensors(run: Run) -> Iterator[tuple[str, Tensor]]:
     for name, values in _optimizer_states(run.optimizer):
         for key, value in values.items():
             yield f"optimizer.{name}.{key}", value.contiguous()
+    if run.average is not None:
+        for name, mean in run.average.named():
+            yield f"ema.{name}", mean
     yield "random", torch.get_rng_state()
 
 

@@ -13,6 +13,7 @@ from rille.data.config import DataConfig
 from rille.model.config import K3Config
 from rille.model.vision_config import VisionConfig
 from rille.optim.config import OptimConfig
+from rille.train.guard import GuardConfig
 
 # What may change when a run is resumed; everything else decides the numbers.
 FREE_ON_RESUME = (
@@ -25,6 +26,10 @@ FREE_ON_RESUME = (
     "eval_tokens",
     "checkpoint_every",
     "keep",
+    "recompute",
+    "guard.spike",
+    "guard.window",
+    "guard.limit",
 )
 
 
@@ -71,6 +76,14 @@ class TrainConfig:
     keep: int = 2
     """Checkpoints that are kept, the newest ones."""
 
+    ema: float | None = None
+    """Keep a running mean of the weights with this decay (0.999); model-ema is the finished one. None: no mean."""
+
+    recompute: bool = False
+    """Keep of each layer only what enters it, and run it again in the backward pass: a third more work, less memory."""
+
+    guard: GuardConfig = GuardConfig()
+
     data: DataConfig = DataConfig()
     optim: OptimConfig = OptimConfig()
     model: K3Config
@@ -83,6 +96,8 @@ class TrainConfig:
             raise ValueError(f"max_minutes is {self.max_minutes}; it must be above 0, or none")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed}; it must be at least 0 and below 2^63")
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ValueError(f"ema is {self.ema}; it is a decay, above 0 and below 1, or none")
         self._check_mtp()
         if not self.out:
             raise ValueError("out is empty; name a directory for the run")
@@ -161,4 +176,10 @@ def _defaults(kind: type, prefix: str, saved: dict[str, Any]) -> Iterator[tuple[
 
 
 # Where the settings of a run have settings of their own.
-PARTS: dict[str, type] = {"data": DataConfig, "optim": OptimConfig, "model": K3Config, "model.vision": VisionConfig}
+PARTS: dict[str, type] = {
+    "data": DataConfig,
+    "optim": OptimConfig,
+    "guard": GuardConfig,
+    "model": K3Config,
+    "model.vision": VisionConfig,
+}

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import isfinite
 from time import perf_counter
 
 import numpy as np
@@ -30,8 +29,10 @@ from rille.optim.kinds import Kind
 from rille.optim.qk_clip import qk_clip
 from rille.optim.schedules import learning_rate
 from rille.text.tokenizer import Tokenizer
+from rille.train.averaging import Average
 from rille.train.checkpoint import save_checkpoint, weights
 from rille.train.config import TrainConfig
+from rille.train.guard import Guard, GuardConfig
 from rille.train.inspection import Inspections, inspect
 from rille.train.losses import all_losses, count_targets, domain_sums, domain_targets, mean_losses, weighted
 from rille.train.metrics import Logger
@@ -56,6 +57,8 @@ class Run:
     tokenizer: Tokenizer
     domains: tuple[str, ...] = ()
     kinds: Mapping[str, Kind] = field(default_factory=dict)
+    guard: Guard = field(default_factory=lambda: Guard(GuardConfig()))
+    average: Average | None = None
     inspections: Inspections | None = None
     loggers: Sequence[Logger] = ()
     stop: Stop = field(default_factory=Stop)
@@ -93,7 +96,7 @@ def train(run: Run) -> None:
     """Advance a run to its last step.
 
     Raises Interrupted after the step in which a signal came or its time was over, with a checkpoint saved, and Diverged
-    for a loss or gradient that is not finite, before it reaches the weights.
+    when more steps than `guard.limit` had a loss or gradient that must not reach the weights.
     """
     while run.step < run.config.steps:
         batches = next_batches(run)
@@ -144,13 +147,23 @@ def reduce(run: Run, work: Work) -> None:
 
 
 def update(run: Run, work: Work) -> None:
-    """Clip, set the learning rate, step, limit attention logits, balance the experts."""
-    config, balance = run.config, run.config.model.balance
+    """Clip, look whether the step can be trusted, then make it or pass it over."""
+    config = run.config
     by_kind = gradient_norms(run.model, run.kinds)
     norm = clip_gradients(run.model.parameters(), config.optim.clip)
     work.values = measured(run, work, {"gradient_norm": norm} | by_kind)
-    check_finite(run, work)
     work.learning_rate = learning_rate(run.step, config.steps, config.optim)
+    fault = run.guard.fault(run.step + 1, work.values["loss"], work.values["gradient_norm"])
+    if fault is None:
+        move(run, work)
+    else:
+        skip(run, fault)
+    run.step += 1
+
+
+def move(run: Run, work: Work) -> None:
+    """The optimiser's step, and what follows from it."""
+    config, balance = run.config, run.config.model.balance
     set_learning_rate(run.optimizer, work.learning_rate)
     if is_measured(run, run.step + 1):
         work.updates = Updates(weights(run), run.kinds)
@@ -160,7 +173,8 @@ def update(run: Run, work: Work) -> None:
         clip_logits(run.model, work.counts, config.optim.qk_clip)
     update_biases(run.model.router_biases(), work.counts, config.model.active_experts, balance)
     run.model.prepare()
-    run.step += 1
+    if run.average is not None:
+        run.average.update(weights(run), run.step + 1 - run.guard.total)
 
 
 def clip_logits(model: K3, counts: Counts, threshold: float) -> None:
@@ -182,19 +196,23 @@ def measured(run: Run, work: Work, norms: Mapping[str, Tensor]) -> dict[str, flo
     return fetch(wanted | expert_loads(work.counts))
 
 
-def check_finite(run: Run, work: Work) -> None:
-    loss, norm = work.values["loss"], work.values["gradient_norm"]
-    if not (isfinite(loss) and isfinite(norm)):
+def skip(run: Run, fault: str) -> None:
+    """Leave everything as it was; raise Diverged where that has happened too often."""
+    run.optimizer.zero_grad()
+    if run.guard.exhausted:
+        count, window = len(run.guard.skips), run.guard.config.window
         raise Diverged(
-            f"step {run.step + 1}: loss {loss}, gradient norm {norm}; the weights were not touched, earlier "
-            f"checkpoints are whole. Lower optim.lr (now {run.config.optim.lr}) or optim.clip"
+            f"step {run.step + 1}: {fault}; {count} of the last {window} steps could not be used and did not touch the "
+            f"weights, earlier checkpoints are whole. Lower optim.lr (now {run.config.optim.lr}) or optim.clip"
         )
+    print(f"step {run.step + 1} is passed over: {fault}")
 
 
 def log(run: Run, work: Work) -> None:
     """Give the numbers of the step to every logger."""
     seconds = perf_counter() - work.started
     values = work.values | {"learning_rate": work.learning_rate, "tokens_per_second": work.targets / seconds}
+    values["skipped_steps"] = float(run.guard.total)
     values["memory_gib"] = peak_memory(run.model.device)
     if (peak := peak_flops(run.model.device)) is not None:
         values["mfu"] = work.flops / (seconds * peak)
@@ -217,6 +235,9 @@ def look(run: Run, work: Work) -> dict[str, float]:
     values = {"held_out_loss": loss} | {f"held_out_loss/{name}": value for name, value in by_domain.items()}
     if work.updates is not None:
         values |= fetch(work.updates.norms())
+    if run.average is not None:
+        with run.average.worn_by(run.model):
+            values["held_out_loss_ema"] = mean_losses(run.model, batches)[0]
     seen = inspect(run.model, batches[0], work.counts)
     if run.inspections is not None:
         run.inspections.add(run.step, seen)

@@ -6,8 +6,9 @@
 
 Each step: loss, loss/DOMAIN, gradient_norm, gradient_norm/KIND, learning_rate, expert_load_violation, load_violation/L,
 dead_experts/L, epochs/DOMAIN, tokens_per_second, memory_gib; mfu where the card's peak is known; mtp_loss and
-largest_attention_logit where asked for. With each held-out measurement: held_out_loss, held_out_loss/DOMAIN,
-update_norm/KIND, output_rms/SUBLAYER.
+largest_attention_logit where asked for; skipped_steps, those that the guard passed over so far. With each held-out
+measurement: held_out_loss, held_out_loss/DOMAIN, held_out_loss_ema where there is a mean, update_norm/KIND,
+output_rms/SUBLAYER. A number that is not finite is null.
 
 Losses are nats a token; mtp_loss is the mean over the MTP layers' own targets. Gradient norms are taken before
 clipping. expert_load_violation is max load / mean load - 1 of the worst layer L: 0 is a perfect balance.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import json
 import os
 from contextlib import ExitStack
+from math import isfinite
 from pathlib import Path
 from socket import gethostname
 from time import time, time_ns
@@ -57,7 +59,8 @@ class JsonLines:
 
     def log(self, step: int, values: dict[str, float]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(f"{json.dumps({'step': step, **values})}\n")
+            numbers = {name: value if isfinite(value) else None for name, value in values.items()}
+            file.write(f"{json.dumps({'step': step, **numbers})}\n")
 
 
 def cut_rows(path: Path, step: int) -> None:

@@ -4,6 +4,7 @@
     out/inspections.jsonl                        a look inside the model now and then (`inspection.py`)
     out/corpus/          the text as tokens      out/checkpoints/step-000200/           what a resume continues
     out/model/           the finished model in the official layout, with its tokenizer
+    out/model-ema/       the same with the running mean of the weights, where there is one
     out/.lock            who writes there (`folder.py`)
 
 The loop itself is `loop.train`.
@@ -30,17 +31,20 @@ from rille.model.names import count_parameters
 from rille.optim.groups import Named
 from rille.optim.kinds import Kind
 from rille.optim.rules import optimizer
-from rille.train.checkpoint import restore
+from rille.train.averaging import Average
+from rille.train.checkpoint import restore, weights
 from rille.train.config import TrainConfig
 from rille.train.folder import sole_run, starting_point, write_settings
+from rille.train.guard import Guard
 from rille.train.inspection import INSPECTIONS, Inspections
 from rille.train.loop import Run, train
 from rille.train.losses import mean_loss
 from rille.train.metrics import METRICS, open_loggers, read_metrics
+from rille.train.recompute import recompute_layers
 from rille.train.roles import parameter_roles
 from rille.train.stopping import stop_on_signals
 
-CORPUS, MODEL = "corpus", "model"
+CORPUS, MODEL, AVERAGE = "corpus", "model", "model-ema"
 
 
 def pretrain(config: TrainConfig) -> Path:
@@ -68,6 +72,9 @@ def pretrain(config: TrainConfig) -> Path:
             run.inspections = Inspections(out / INSPECTIONS, run.step)
             train(run)
             save_model(run.model, out / MODEL, tokenizer=run.tokenizer)
+            if run.average is not None:
+                with run.average.worn_by(run.model):
+                    save_model(run.model, out / AVERAGE, tokenizer=run.tokenizer)
         print(summary(run, corpus))
     return out / MODEL
 
@@ -100,7 +107,12 @@ def set_up(config: TrainConfig, corpus: Corpus) -> Run:
     print(f"model: {size.total:,} parameters, {size.active:,} active")
     kinds: dict[str, Kind] = {role.name: role.kind for role in parameter_roles(model.config)}
     held_out = held_out_measure(config, corpus)
-    return Run(config, model, follow, loader, held_out, corpus.tokenizer, corpus.domains, kinds)
+    run = Run(config, model, follow, loader, held_out, corpus.tokenizer, corpus.domains, kinds, Guard(config.guard))
+    if config.recompute:
+        recompute_layers(model)
+    if config.ema is not None:
+        run.average = Average(weights(run), config.ema)
+    return run
 
 
 def named_parameters(model: K3) -> list[Named]:
@@ -135,6 +147,7 @@ try next
 
 def progress(rows: list[dict]) -> str:
     """First and last loss, and the speed."""
+    rows = [row for row in rows if row["loss"] is not None]
     if not rows:
         return f"loss        not known: {METRICS} has no rows"
     first, last, speed = rows[0], rows[-1], median(row["tokens_per_second"] for row in rows)

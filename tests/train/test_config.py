@@ -7,13 +7,11 @@ from typing import get_args, get_type_hints
 import pytest
 from tyro.extras import overridable_config_cli
 
-from rille.data.config import DataConfig
 from rille.model.config import K3Config
 from rille.model.presets import preset
 from rille.model.vision_config import VisionConfig
-from rille.optim.config import OptimConfig
 from rille.recipes.pretrain import RECIPES, tiny
-from rille.train.config import TrainConfig, check_resumable, settings
+from rille.train.config import PARTS, TrainConfig, check_resumable, settings
 
 
 @pytest.mark.parametrize("name", ["steps", "accumulate", "eval_every", "eval_tokens", "checkpoint_every", "keep"])
@@ -123,7 +121,7 @@ REQUIRED_OF_MODEL = {field.name for field in fields(K3Config) if field.default i
 
 def default_of(name: str):
     part, _, field = name.rpartition(".")
-    kind = {"": TrainConfig, "data": DataConfig, "optim": OptimConfig, "model": K3Config}[part]
+    kind = ({"": TrainConfig} | PARTS)[part]
     value = {f.name: f.default for f in fields(kind)}[field]
     return list(value) if isinstance(value, tuple) else value
 
