@@ -63,34 +63,40 @@ def gate_latents(report: Report) -> None:
 
 
 def gate_latent_rings(report: Report) -> None:
-    """The kernel in Gluon against float64: several tiles, tokens, splits; the table's tail and pages' ends are NaN."""
+    """The kernels in Gluon against float64: several tiles, tokens, splits; the table's tail and pages' ends are NaN."""
     lengths, consumed = [1, 3, 0, 1, 2, 40], [5000, 2046, 70, 63, 5, 31]
-    for H, page in ((96, 64), (40, 32), (96, 192)):
-        cache = caches([a + b for a, b in zip(lengths, consumed, strict=True)], page)
-        packing = Packing.of(lengths, consumed, device="cuda")
-        q = torch.randn(sum(lengths), H, R, device="cuda").to(BF16)
+    few = [1, 3, 0, 1, 2], [5000, 2046, 70, 63, 6000]
+    for H, page, (new, old) in (
+        (4, 64, few), (8, 192, few), (24, 64, few), (96, 64, (lengths, consumed)), (40, 32, (lengths, consumed)),
+        (96, 192, (lengths, consumed)),
+    ):  # fmt: skip
+        cache = caches([a + b for a, b in zip(new, old, strict=True)], page)
+        new = [min(n, 1) for n in new] if H == 24 else new
+        packing = Packing.of(new, old, device="cuda")
+        q = torch.randn(sum(new), H, R, device="cuda").to(BF16)
         want = latent_attention(q.double(), cache, packing, K**-0.5, LATENT, backend="torch")
-        for rings in (False, True):
-            decode_launch.RINGS = rings
+        for gluon in (False, True):
+            decode_launch.RINGS = decode_launch.STREAM = gluon
             got = latent_attention(q, cache, packing, K**-0.5, LATENT, backend="triton")
-            report.gate(f"latents H{H} page {page} {'Gluon' if rings else 'Triton'}", 1e-2, o=distance(got, want))
+            report.gate(f"latents H{H} page {page} {'Gluon' if gluon else 'Triton'}", 1e-2, o=distance(got, want))
+    decode_launch.RINGS = decode_launch.STREAM = False
 
 
 def time_latent_rings(report: Report) -> None:
-    """Few queries too: a tile is mostly padding then, but more rows are under way than in the twin."""
+    """Gluon beside the twin, at two lengths of a split each."""
     speed = copy_speed()
     cache = caches([CONTEXT] * 32, PAGE)
     chosen = decode_launch.plan
-    for B, tokens, H in [(32, 1, 96), (32, 4, 96), (32, 4, 16), (32, 1, 4), (32, 1, 16), (32, 1, 24), (1, 1, 16)]:
+    for B, tokens, H in [(32, 1, 4), (32, 1, 16), (32, 1, 24), (1, 1, 16), (32, 1, 96), (32, 4, 96), (32, 4, 16)]:
         one = LatentCache(cache.pool, cache.table[:B])
         latents_row(report, speed, one, B, tokens, H, "Triton")
-        decode_launch.RINGS = True
+        decode_launch.RINGS = decode_launch.STREAM = True
         p = chosen(H, tokens, CONTEXT, False)
-        for SPLIT in (1024, 2048):
-            other = p._replace(ROWS=64, FEW=False, SPLIT=SPLIT)
+        for SPLIT in (1024, 2048) if p.FEW else (2048, 4096):
+            other = p._replace(SPLIT=SPLIT)
             decode_launch.plan = lambda *_, other=other: other
             latents_row(report, speed, one, B, tokens, H, f"Gluon {SPLIT}")
-        decode_launch.plan, decode_launch.RINGS = chosen, False
+        decode_launch.plan, decode_launch.RINGS, decode_launch.STREAM = chosen, False, False
 
 
 def time_latents(report: Report, variants: bool) -> None:

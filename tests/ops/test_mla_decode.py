@@ -72,6 +72,11 @@ def test_more_than_one_split(H: int) -> None:
     Batch([1, 3, 2, 1], [2500, 2046, 1023, 1024], H).check()
 
 
+def test_more_splits_than_are_joined_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "plan", lambda *_: launch.Plan(16, 64, True, 4))
+    Batch([1, 2, 1], [700, 63, 511], 2).check()
+
+
 def test_pages_at_odd_addresses() -> None:
     """A pool that begins and strides off multiples of 16 bytes: its rows are read one by one."""
     batch = Batch([1, 2], [70, 5])
@@ -148,6 +153,16 @@ def test_plans_depend_on_heads_and_room_alone() -> None:
 def test_gluon_equals_the_reference(H: int, page_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "RINGS", True)
     Batch([1, 3, 0, 1, 2, 40], [5000, 2046, 70, 63, 5, 31], H, 576, page_rows).check(512)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_rows", [64, 192])
+@pytest.mark.parametrize("H", [3, 8])
+def test_gluon_with_few_queries_equals_the_reference(H: int, page_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "STREAM", True)
+    batch = Batch([1, 3, 0, 1, 2], [5000, 2046, 70, 63, 6000], H, 576, page_rows)
+    assert not launch.without_stream(batch.cache.pool, 512, 4 * H)
+    batch.check(512)
 
 
 def test_history_is_read_on_the_device() -> None:

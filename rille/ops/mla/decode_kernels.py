@@ -277,7 +277,8 @@ def merge_kernel(
     A: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """One row of one sequence: its splits, first to last."""
+    """One row of one sequence: its splits, first to last, TOGETHER at a time."""
+    TOGETHER: tl.constexpr = 8
     row, member = tl.program_id(0), tl.program_id(1)
     s = tl.load(members_ptr + member)
     start = tl.load(starts_ptr + s)
@@ -286,18 +287,19 @@ def merge_kernel(
         return
     count = (tl.load(history_ptr + s) + queries + SPLIT - 1) // SPLIT
     channel = tl.arange(0, A)
-    first = member.to(tl.int64) * splits * most_rows + row
     m = tl.full([], float("-inf"), tl.float32)
     total = tl.zeros([], tl.float32)
     acc = tl.zeros([A], tl.float32)
-    for i in tl.range(0, count):
-        at = first + i * most_rows
-        lse = tl.load(lse_ptr + at)
-        o = tl.load(partial_ptr + at * VALUE + channel, mask=channel < VALUE, other=0.0)
-        new = tl.maximum(m, lse)
+    for i in tl.range(0, count, TOGETHER):
+        split = i + tl.arange(0, TOGETHER)
+        at = (member.to(tl.int64) * splits + split) * most_rows + row
+        lse = tl.load(lse_ptr + at, mask=split < count, other=float("-inf"))
+        held = (split < count)[:, None] & (channel < VALUE)[None, :]
+        o = tl.load(partial_ptr + at[:, None] * VALUE + channel[None, :], mask=held, other=0.0)
+        new = tl.maximum(m, tl.max(lse, 0))
         decay, weight = tl.exp2(m - new), tl.exp2(lse - new)
-        acc = acc * decay + o * weight
-        total = total * decay + weight
+        acc = acc * decay + tl.sum(o * weight[:, None], 0)
+        total = total * decay + tl.sum(weight, 0)
         m = new
     at_out = (start.to(tl.int64) * H + row) * VALUE + channel
     tl.store(o_ptr + at_out, acc / total, mask=channel < VALUE)

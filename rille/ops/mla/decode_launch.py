@@ -26,6 +26,7 @@ MOST_SPLITS = 64
 WHOLE_SEQUENCE = 2**30
 WIDEST_VALUE, WIDEST_REST = 512, 256
 RINGS = False  # the kernel for many queries in Gluon, where it fits
+STREAM = False  # the kernel for few queries in Gluon, where it fits
 BLOCK, TAIL = 64, 16  # cached rows of a step, and of a step over the last rows
 
 
@@ -133,7 +134,9 @@ def _one_class(
     bounds = (table.shape[1], H, tiles, splits, most_rows, scale * LOG2E)
     lists = (table.contiguous(), starts, history, members, o, lse)
     grid = (tiles * splits, count)
-    if RINGS and not FEW and not without_rings(pool, V):
+    if STREAM and FEW and tiles == 1 and not without_stream(pool, V, tokens * H):
+        _by_stream(q.view(N * H, R), pool, lists, bounds, V, SPLIT)
+    elif RINGS and not FEW and not without_rings(pool, V):
         _by_rings(grid, q.view(N * H, R), pool, lists, bounds, V, SPLIT)
     else:
         whole = page_rows % BLOCK == 0 and fetchable(pool)
@@ -167,17 +170,48 @@ def without_rings(pool: Tensor, V: int) -> str:
     return ""
 
 
+def without_stream(pool: Tensor, V: int, queries: int) -> str:
+    """As `without_rings`, for the form with few queries."""
+    page_rows = pool.shape[1]
+    if queries > 32 or page_rows % 64:
+        return f"{queries} queries and pages of {page_rows} rows are not up to 32 and blocks of 64"
+    return without_rings(pool, V)
+
+
+def _by_stream(
+    q: Tensor, pool: Tensor, lists: tuple[Any, ...], bounds: tuple[Any, ...], V: int, SPLIT: int
+) -> None:  # fmt: skip
+    from rille.ops.mla import decode_stream
+
+    max_pages, H, _, splits, most_rows, scale2 = bounds
+    Q, members = cover(most_rows), lists[3].shape[0]
+    programs = min(splits * members, torch.cuda.get_device_properties(q.device).multi_processor_count)
+    step = pool.stride(0) // pool.shape[2]
+    kernel: Any = decode_stream.latent_stream_kernel
+    kernel[(programs,)](
+        *_tables(q, pool, V, V, Q, 64), *lists, step, max_pages, H, members, splits, most_rows, scale2, VALUE=V,
+        PAGE=pool.shape[1], SPLIT=SPLIT, Q=Q, num_warps=4,
+    )  # fmt: skip
+
+
+def _tables(q: Tensor, pool: Tensor, V: int, part: int, queries: int, block: int) -> list[Any]:
+    """Descriptors of queries [N * H, R] and of the pool as a table of rows: `part` of the value channels, the rest."""
+    (pages, page_rows, R), step = pool.shape, pool.stride(0) // pool.shape[2]
+    rows = pool.as_strided(((pages - 1) * step + page_rows, R), (R, 1))
+    return [
+        rows_described(x[:, None], first, height, width)
+        for x, height in ((q, queries), (rows, block))
+        for first, width in ((0, part), (V, R - V))
+    ]
+
+
 def _by_rings(
     grid: tuple[int, int], q: Tensor, pool: Tensor, lists: tuple[Any, ...], bounds: tuple[Any, ...], V: int, SPLIT: int
 ) -> None:
     from rille.ops.mla import decode_gluon
 
-    (pages, page_rows, R), step = pool.shape, pool.stride(0) // pool.shape[2]
-    rows = pool.as_strided(((pages - 1) * step + page_rows, R), (R, 1))
-    parts = [
-        (x, first, height, width) for x, height in ((q, 64), (rows, 32)) for first, width in ((0, V // 4), (V, R - V))
-    ]
-    descriptors = [rows_described(x[:, None], first, height, width) for x, first, height, width in parts]
+    page_rows, step = pool.shape[1], pool.stride(0) // pool.shape[2]
+    descriptors = _tables(q, pool, V, V // 4, 64, 32)
     kernel: Any = decode_gluon.latent_rings_kernel
     kernel[grid](*descriptors, *lists, step, *bounds, VALUE=V, PAGE=page_rows, SPLIT=SPLIT, STAGES=4, num_warps=4)
 

@@ -11,6 +11,7 @@ from rille.ops.mla import (
     decode_gluon,
     decode_kernels,
     decode_launch,
+    decode_stream,
     forward_gluon,
     forward_kernels,
 )
@@ -23,7 +24,7 @@ POINTERS = {
     "*i32": "tiles_ptr starts_ptr history_ptr members_ptr",
     "i64": "page_stride",
     "i32": "N H together gate_row gate_head q_head k_head v_head do_head do_row scale_page scale_row max_pages "
-    "page_step tiles splits most_rows",
+    "page_step tiles splits most_rows members",
     "fp32": "scale scale2",
 }
 TYPES = {name: kind for kind, names in POINTERS.items() for name in names.split()}
@@ -126,6 +127,16 @@ def latent_rings(V: int, R: int) -> Specimen:
     return specimen(f"latent_rings_v{V}", kernel, constants, blocks, num_warps=4, want_wgmma=True)
 
 
+def latent_stream(Q: int, V: int, R: int) -> Specimen:
+    blocks = dict(q_desc=rows(Q, V), q_b_desc=rows(Q, R - V), c_desc=rows(64, V), c_b_desc=rows(64, R - V))
+    constants: dict[str, Any] = dict(VALUE=V, PAGE=64, SPLIT=2048, Q=Q, num_warps=4)
+    kernel = decode_stream.latent_stream_kernel
+    return specimen(
+        f"latent_stream_q{Q}_v{V}", kernel, constants, blocks, num_warps=4, want_wgmma=True,
+        max_spill_bytes=192, reason="addresses read again in the loop: at Q = 32 sums are 128 registers",
+    )  # fmt: skip
+
+
 def _with_8_bit_rows(found: Specimen) -> Specimen:
     from dataclasses import replace
 
@@ -149,5 +160,7 @@ def specimens() -> list[Specimen]:
         latents(16, 1, scaled=True),
         latent_rings(512, 576),
         latent_rings(256, 320),
+        *(latent_stream(Q, 512, 576) for Q in (16, 32)),
+        latent_stream(16, 256, 320),
         specimen("merge", decode_kernels.merge_kernel, merge, {}, num_warps=4),
     ]
