@@ -301,6 +301,15 @@ def test_ops_hold_the_rules_of_torch_library() -> None:
     torch.library.opcheck(kda_backward_op, arguments, test_utils=rules)
 
 
+def test_gradients_cut_with_the_softplus_gate() -> None:
+    inputs, gate = draw_remembering((200,), H=1, bound=None)
+    exact = gradients(inputs, gate, (200,), "reference", torch.float64)
+    with cutting(1):
+        got = gradients(inputs, gate, (200,), "triton", None)
+    for name, x, y in zip(NAMES, got, exact, strict=True):
+        assert distance(x, y) <= GRADIENT_ERROR, f"{name} is off by {distance(x, y):.1e}"
+
+
 def test_gradients_cut_without_a_state() -> None:
     inputs, gate = draw_remembering((200,), H=1)
     packing, found = Packing.of((200,), device=DEVICE), []

@@ -143,6 +143,8 @@ def sizes_of(exact: tuple[Tensor, ...], case: Case) -> list[Tensor]:
     terms' sizes, since terms that cancel leave an error of the terms' own size."""
     sizes, dz_NHK = list(exact), exact[5]
     x_NHK = case.leaves[3].detach().double() + case.leaves[6].detach().double()
+    if case.bound is None:
+        x_NHK = torch.nn.functional.softplus(x_NHK) / x_NHK.sigmoid()
     sizes[7], sizes[8] = (dz_NHK * x_NHK).abs().sum((0, 2)), dz_NHK.abs().sum(0)
     return sizes
 
