@@ -98,6 +98,8 @@ examples
   rille serve runs/first
   rille convert runs/first first-mxfp4 --experts mxfp4
   rille data --help
+  rille eval held-out runs/first
+  rille study quantile-balancing --steps 20
   rille plan k3 --context 1048576
   rille doctor --preset k3"""
 
@@ -215,6 +217,36 @@ def data(arguments: Arguments) -> int:
     return run(arguments, parse)
 
 
+def evaluate(arguments: Arguments) -> int:
+    """`rille eval VERB ...`"""
+    from rille.eval.commands import run
+
+    return run(arguments, parse)
+
+
+def study(arguments: Arguments) -> int:
+    """`rille study NAME [flags]`"""
+    from tyro.extras import overridable_config_cli
+
+    from rille.recipes.study import STUDIES, overview
+
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(overview())
+        return 0 if arguments else 2
+    name = arguments[0]
+    if name not in STUDIES:
+        raise ValueError(f"unknown study {name!r}{suggestion(name, STUDIES)} the studies are {', '.join(STUDIES)}")
+    asked = STUDIES[name]()
+    with in_one_line(f"rille study {name}"):
+        config = overridable_config_cli({name: (asked.line, asked.config)}, args=arguments, prog="rille study")
+
+    with loading():
+        from rille.eval.study import run_study
+
+    run_study(asked, config)
+    return 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
     """Say on paper what a model needs: parameters, FLOPs a token, memory."""
@@ -293,10 +325,12 @@ class Verb:
 VERBS = {
     "train": Verb(train, "train a model from scratch on text (a recipe and its flags)"),
     "generate": Verb(generate, "continue a prompt with a checkpoint"),
-    "chat": Verb(chat, "talk with a checkpoint in the terminal: thinking, tools, pictures"),
+    "chat": Verb(chat, "talk with a checkpoint or a server in the terminal: thinking, tools, pictures"),
     "serve": Verb(serve, "serve a checkpoint over HTTP: OpenAI's and Anthropic's APIs, metrics, a page"),
     "convert": Verb(convert, "write a checkpoint anew: bf16, fp32, MXFP4 experts"),
     "data": Verb(data, "make a training set: filters, duplicates, mixture, rephrasing, long documents"),
+    "eval": Verb(evaluate, "measure a checkpoint: bits per byte, recall, needles, length, question suites"),
+    "study": Verb(study, "variants side by side over random seeds, with intervals and a plot"),
     "plan": Verb(plan, "what a model needs: parameters, FLOPs, memory"),
     "doctor": Verb(doctor, "what is installed here, and which backend each operation takes and why"),
 }

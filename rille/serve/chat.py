@@ -8,22 +8,29 @@ Turns, tool calls and files are `rille.serve.dialogue`'s.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
 from time import perf_counter
 
 import torch
 
+from rille.model.checkpoint import load_model
+from rille.model.locate import find_checkpoint
 from rille.model.model import K3
 from rille.serve.config import ChatConfig
 from rille.serve.dialogue import ChatEvent, Dialogue, Finished, picture_urls
-from rille.serve.generate import Sampler, check_pair, check_sampling
+from rille.serve.generate import Sampler, check_device, check_pair, check_sampling
 from rille.serve.session import Session
 from rille.serve.tools import Toolbox
 from rille.text.chat import Prompt, render
 from rille.text.images import ImageConfig, Images, decode_data_url, preprocess_images
 from rille.text.parser import Parser
 from rille.text.reply import ToolCall
+from rille.text.tokenizer import load_tokenizer
 from rille.text.vocabulary import CHAT_SPECIALS, Tokenizer
+
+PICTURES = "preprocessor_config.json"
 
 
 class Conversation(Dialogue):
@@ -134,3 +141,23 @@ def check_chat_format(tokenizer: Tokenizer) -> None:
             "`rille generate` to continue texts with it, or a checkpoint whose tokenizer is the published one or was "
             "made by today's `rille train`"
         )
+
+
+def open_conversation(config: ChatConfig, toolbox: Toolbox | None = None) -> tuple[Conversation, str]:
+    """A conversation with the checkpoint that the settings name, and a line about it. Raises ValueError or
+    FileNotFoundError."""
+    check_device(config.device)
+    place = find_checkpoint(config.checkpoint)
+    tokenizer = load_tokenizer(place)
+    check_chat_format(tokenizer)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.dtype]
+    model = load_model(place, dtype=dtype, device=config.device)
+    count = sum(p.numel() for p in model.parameters())
+    about = f"{place}: {count / 1e6:,.1f} M parameters, {config.dtype} on {config.device}"
+    return Conversation(model, tokenizer, config, toolbox, read_image_config(place)), about
+
+
+def read_image_config(place: Path) -> ImageConfig | None:
+    """How the checkpoint wants pictures prepared, if it says so."""
+    file = place / PICTURES
+    return ImageConfig.from_official(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None

@@ -38,15 +38,16 @@ class GenerateConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatConfig:
-    """Talk with a checkpoint's model in the terminal.
+    """Talk with a checkpoint's model, or with a server's, in the terminal.
 
     Type a message and press Enter. Lines that begin with / are commands; /help lists them. Ctrl-C stops a reply, Ctrl-D
     leaves. With standard input from a pipe each line is a message: answers go to standard output, thinking and tool
     calls to standard error.
     """
 
-    checkpoint: Annotated[Positional[str], arg(metavar="CHECKPOINT")]
-    """A checkpoint directory, or a directory that `rille train` wrote (its newest checkpoint is taken)."""
+    checkpoint: Annotated[Positional[str], arg(metavar="CHECKPOINT|URL")]
+    """A checkpoint directory, a directory that `rille train` wrote (its newest checkpoint is taken), or the address of
+    a server (http://...; its key, if it needs one, in RILLE_API_KEY)."""
 
     tools: Annotated[str | None, arg(metavar="FILE.py")] = None
     """Let the model call the public functions of this Python file (with type hints and docstrings). They run here, as

@@ -20,11 +20,10 @@ from fastapi import FastAPI
 from rille.model.config import K3Config
 from rille.model.locate import find_checkpoint
 from rille.serve.api import Limits, create_app
-from rille.serve.chat import check_chat_format
+from rille.serve.chat import check_chat_format, read_image_config
 from rille.serve.config import ServeConfig
 from rille.serve.engine import Engine
 from rille.serve.front import Abilities, Front
-from rille.serve.terminal import read_image_config
 from rille.text.images import ImageConfig
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""`rille chat`: a conversation in the terminal, or with lines from a pipe.
+"""`rille chat`: a conversation in the terminal, or with lines from a pipe. No torch here.
 
     terminal    everything on the screen: thinking dimmed, tool calls with ->, results with <-
     pipe        each line is a message; answers on standard output, the rest on standard error; the first error ends it
@@ -9,50 +9,33 @@ What is said, remembered and carried out is in `rille.serve.dialogue`.
 from __future__ import annotations
 
 import io
-import json
 import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from pathlib import Path
 
-import torch
-
-from rille.model.checkpoint import load_model
-from rille.model.locate import find_checkpoint
-from rille.serve.chat import Conversation, check_chat_format
 from rille.serve.config import ChatConfig
-from rille.serve.dialogue import ChatEvent, Finished
-from rille.serve.generate import check_device
+from rille.serve.dialogue import ChatEvent, Dialogue, Finished
+from rille.serve.remote import RemoteDialogue, is_url
 from rille.serve.screen import Screen
-from rille.serve.tools import load_tools
+from rille.serve.tools import Toolbox, load_tools
 from rille.text.chat import EFFORTS
-from rille.text.images import ImageConfig
-from rille.text.tokenizer import load_tokenizer
-
-PICTURES = "preprocessor_config.json"
 
 
 def chat(config: ChatConfig) -> None:
-    """Talk until the input ends. Raises ValueError or FileNotFoundError for unfit settings."""
+    """Talk until the input ends. Raises ValueError or FileNotFoundError for unfit settings, OSError where a server does
+    not answer."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # one odd byte or character must not end a conversation
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     screen = Screen(interactive)
-    check_device(config.device)
     toolbox = load_tools(config.tools) if config.tools else None
-    place = find_checkpoint(config.checkpoint)
-    tokenizer = load_tokenizer(place)
-    check_chat_format(tokenizer)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.dtype]
-    model = load_model(place, dtype=dtype, device=config.device)
-    conversation = Conversation(model, tokenizer, config, toolbox, read_image_config(place))
+    conversation, about = open_dialogue(config, toolbox)
     terminal = Terminal(conversation, screen)
     if interactive:
-        count = sum(p.numel() for p in model.parameters())
-        screen.note(f"{place}: {count / 1e6:,.1f} M parameters, {config.dtype} on {config.device}")
+        screen.note(about)
         tools = f"tools: {', '.join(toolbox.tools)}. " if toolbox else ""
         screen.note(f"{tools}/help lists commands, Ctrl-C stops a reply, Ctrl-D leaves")
     for path in config.image:
@@ -60,16 +43,20 @@ def chat(config: ChatConfig) -> None:
     terminal.run(interactive)
 
 
-def read_image_config(place: Path) -> ImageConfig | None:
-    """How the checkpoint wants pictures prepared, if it says so."""
-    file = place / PICTURES
-    return ImageConfig.from_official(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
+def open_dialogue(config: ChatConfig, toolbox: Toolbox | None) -> tuple[Dialogue, str]:
+    """A conversation with a checkpoint or with a server, and a line about it."""
+    if is_url(config.checkpoint):
+        remote = RemoteDialogue(config, toolbox)
+        return remote, f"{config.checkpoint}: {remote.model}, at most {remote.max_positions:,} tokens"
+    from rille.serve.chat import open_conversation
+
+    return open_conversation(config, toolbox)
 
 
 class Terminal:
     """Lines in, events out."""
 
-    def __init__(self, conversation: Conversation, screen: Screen):
+    def __init__(self, conversation: Dialogue, screen: Screen):
         self.conversation, self.screen = conversation, screen
         self.is_open, self.is_long = True, False
 

@@ -1,0 +1,219 @@
+"""A conversation with a model behind a URL: any server of OpenAI's chat API, read as a stream of events. No torch here.
+
+    messages  ->  POST /v1/chat/completions  ->  chunks  ->  the events of `rille.text.reply`
+
+`reasoning_content` is thinking. Whoever stops reading closes the connection, which ends the reply in the server too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from time import perf_counter
+from typing import Any
+from urllib.parse import urlsplit
+
+from rille.serve.config import ChatConfig
+from rille.serve.dialogue import ChatEvent, Dialogue, Finished, picture_urls
+from rille.serve.tools import Toolbox
+from rille.text.chat import render
+from rille.text.images import Images, decode_data_url, preprocess_images
+from rille.text.reply import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning, Reply, ToolCall
+
+Json = dict[str, Any]
+
+KEY_VARIABLE = "RILLE_API_KEY"
+CONNECT_S = 10
+
+
+def is_url(text: str) -> bool:
+    """Whether this names a server, and not a checkpoint."""
+    return text.startswith(("http://", "https://"))
+
+
+class Server:
+    """One server. url: with or without /v1. Raises ValueError for what is no URL, OSError where nobody answers."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{url} is no address of a server; give one such as http://127.0.0.1:8000")
+        self.url, self._parts = url, parts
+        self._path = parts.path.rstrip("/").removesuffix("/v1")
+
+    def get(self, path: str) -> Json:
+        """A body of JSON. Raises ValueError for what the server refuses."""
+        connection, response = self._ask("GET", path, None)
+        with closing(connection):
+            return json.loads(response.read())
+
+    def events(self, path: str, body: Json) -> Generator[Json, None, None]:
+        """Events of a stream, until its end. Raises ValueError for what the server refuses, OSError where it breaks."""
+        connection, response = self._ask("POST", path, json.dumps(body).encode())
+        with closing(connection):
+            while line := self._line(response):
+                data = line.removeprefix(b"data:").strip()
+                if not line.startswith(b"data:") or data == b"[DONE]":
+                    continue
+                event = json.loads(data)
+                if "error" in event:
+                    raise ValueError(f"{self.url}: {event['error'].get('message', event['error'])}")
+                yield event
+
+    def _line(self, response: HTTPResponse) -> bytes:
+        try:
+            return response.readline()
+        except (OSError, HTTPException) as error:
+            raise OSError(None, f"{self.url} broke off in the middle of a reply: {error}") from None
+
+    def _ask(self, method: str, path: str, body: bytes | None) -> tuple[HTTPConnection, HTTPResponse]:
+        kind = HTTPSConnection if self._parts.scheme == "https" else HTTPConnection
+        connection = kind(self._parts.hostname or "", self._parts.port, timeout=CONNECT_S)
+        key = os.environ.get(KEY_VARIABLE)
+        headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+        try:
+            connection.connect()
+            connection.sock.settimeout(None)  # a long prompt may take its time
+            connection.request(method, self._path + path, body, headers)
+            response = connection.getresponse()
+        except (OSError, HTTPException) as error:
+            connection.close()
+            why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            raise OSError(getattr(error, "errno", None), f"{self.url} does not answer: {why}") from None
+        if response.status != 200:
+            with closing(connection):
+                raise ValueError(f"{self.url}: {_complaint(response)}")
+        return connection, response
+
+
+def _complaint(response: HTTPResponse) -> str:
+    text = response.read().decode("utf-8", errors="replace")
+    try:
+        return json.loads(text)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return f"status {response.status} {response.reason}"
+
+
+class RemoteDialogue(Dialogue):
+    """As `Dialogue`, with the first model of a server. Raises as `Server`."""
+
+    def __init__(self, config: ChatConfig, toolbox: Toolbox | None = None) -> None:
+        if config.device != "cpu" or config.dtype != "fp32":
+            raise ValueError("device and dtype are the server's; a conversation by URL cannot choose them")
+        super().__init__(config, toolbox)
+        self._server = Server(config.checkpoint)
+        models = self._server.get("/v1/models").get("data") or []
+        if not models:
+            raise ValueError(f"{config.checkpoint} serves no model")
+        self.model: str = models[0]["id"]
+        self._max_positions = int(models[0].get("max_model_len") or 1 << 30)
+
+    @property
+    def max_positions(self) -> int:
+        return self._max_positions
+
+    def check(self) -> None:
+        """As `Dialogue.check`."""
+        sizes = [self.look_at(url).sizes[0] for message in self.history for url in picture_urls(message)]
+        render(self.history, tools=self.toolbox.schemas if self.toolbox else None, images=sizes or None)
+
+    def look_at(self, url: str) -> Images:
+        """As `Dialogue.look_at`. Whether the model can see is the server's to say."""
+        return preprocess_images([decode_data_url(url)])
+
+    def _request(self) -> Json:
+        c = self.config
+        thinking = {"type": "enabled", "effort": c.effort} if c.thinking else {"type": "disabled"}
+        return {
+            "model": self.model,
+            "messages": self.history,
+            **({"tools": self.toolbox.schemas} if self.toolbox else {}),
+            "thinking": thinking,
+            "temperature": c.temperature,
+            "top_p": c.top_p,
+            "seed": c.seed + len(self.messages),  # not the same draws again in every turn
+            "max_tokens": c.max_new_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+
+    def _reply(self) -> Generator[ChatEvent, None, list[tuple[str, ToolCall]]]:
+        started = perf_counter()
+        heard, is_over = _Heard(self.config.thinking), False
+        try:
+            with closing(self._server.events("/v1/chat/completions", self._request())) as chunks:
+                for chunk in chunks:
+                    yield from heard.take(chunk)
+            yield from heard.finish()
+            is_over = True
+        finally:
+            calls = self._keep(heard.reply()) if heard.has_begun else []
+            if not (is_over and heard.reason != "length"):
+                self._leave(calls, "the reply was cut off")
+        if heard.reason is None:
+            raise OSError(f"{self._server.url} broke off in the middle of a reply")
+        ended = heard.reason != "length"
+        seconds = perf_counter() - started
+        cached, read, new = heard.usage
+        yield Finished("end" if ended else "limit", heard.reply(), (), cached, read, new, seconds)
+        return calls if ended else []
+
+
+class _Heard:
+    """A reply, as far as it was heard."""
+
+    def __init__(self, thinking: bool) -> None:
+        self.reason: str | None = None
+        self.usage = (0, 0, 0)  # of the prompt: cached, read; written
+        self._reasoning: str | None = "" if thinking else None
+        self._content = ""
+        self._calls: list[ToolCall] = []
+
+    @property
+    def has_begun(self) -> bool:
+        return bool(self._reasoning or self._content or self._calls)
+
+    def take(self, chunk: Json) -> Iterator[Event]:
+        if usage := chunk.get("usage"):
+            details = usage.get("prompt_tokens_details") or {}
+            cached = details.get("cached_tokens") or usage.get("cached_tokens") or 0
+            self.usage = (cached, usage["prompt_tokens"] - cached, usage["completion_tokens"])
+        for choice in chunk.get("choices", ()):
+            delta = choice.get("delta") or {}
+            self.reason = choice.get("finish_reason") or self.reason
+            if text := delta.get("reasoning_content"):
+                self._reasoning = (self._reasoning or "") + text
+                yield Reasoning(text)
+            if text := delta.get("content"):
+                self._content += text
+                yield Content(text)
+            for call in delta.get("tool_calls") or ():
+                yield from self._call(call)
+
+    def _call(self, delta: Json) -> Iterator[Event]:
+        index, function = delta["index"], delta.get("function") or {}
+        if index == len(self._calls):
+            yield from self._end_call(complete=True)
+            self._calls.append(ToolCall(function["name"], "", complete=False))
+            yield CallBegin(index, function["name"])
+        if text := function.get("arguments"):
+            call = self._calls[index]
+            self._calls[index] = ToolCall(call.name, call.arguments + text, complete=False)
+            yield CallArguments(index, text)
+
+    def finish(self) -> Iterator[Event]:
+        """The stream is over; a limit may have cut the last call."""
+        yield from self._end_call(complete=self.reason not in (None, "length"))
+
+    def _end_call(self, complete: bool) -> Iterator[Event]:
+        if self._calls:
+            last = self._calls[-1]
+            self._calls[-1] = ToolCall(last.name, last.arguments, complete)
+            yield CallEnd(len(self._calls) - 1, complete)
+
+    def reply(self) -> Reply:
+        complete = self.reason in ("stop", "tool_calls")
+        return Reply(self._reasoning, self._content, tuple(self._calls), complete=complete)

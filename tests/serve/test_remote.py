@@ -1,0 +1,132 @@
+"""`rille chat URL`: the same conversation as on a checkpoint, with a server that says what a script says."""
+
+import socket
+from dataclasses import replace
+
+import pytest
+
+from rille import cli
+from rille.serve.api import Limits
+from rille.serve.config import ChatConfig
+from rille.serve.dialogue import Finished, ToolResult
+from rille.serve.remote import RemoteDialogue
+from rille.serve.screen import Screen
+from rille.serve.terminal import Terminal
+from rille.serve.tools import Toolbox, declare
+from rille.text.images import ImageConfig
+from rille.text.reply import CallArguments, CallBegin, CallEnd, Content, Reasoning, join_events
+from tests.serve.scripted import reply_ids, small_tokenizer
+from tests.serve.served import serving, until
+from tests.serve.test_chat import CALL, double
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return small_tokenizer()
+
+
+@pytest.fixture
+def server(tokenizer):
+    with serving(tokenizer, images=ImageConfig(), media_id=tokenizer.specials["<|media_pad|>"]) as served:
+        yield served
+
+
+def talk(server, *, tools=(), **settings) -> RemoteDialogue:
+    toolbox = Toolbox({tool.__name__: declare(tool) for tool in tools}) if tools else None
+    return RemoteDialogue(ChatConfig(checkpoint=server.url, temperature=0, **settings), toolbox)
+
+
+def test_a_turn_streams_and_is_remembered(server, tokenizer):
+    said = {"reasoning_content": "Hm, é.", "content": "Hello\nyou 🙂"}
+    server.say(ids := reply_ids(tokenizer, **said), cached=9)
+    chat = talk(server, system="Be brief.")
+    events = list(chat.say("hi"))
+    assert [type(event) for event in join_events(events[:-1])] == [Reasoning, Content] and len(events) > 3, "it streams"
+    assert chat.messages == [{"role": "user", "content": "hi"}, {"role": "assistant", **said}]
+    last = events[-1]
+    assert isinstance(last, Finished) and last.reason == "end" and last.new == len(ids)
+    assert (last.kept, last.read) == (9, len(server.request.prompt) - 9)
+    assert "Be brief." in server.prompt() and chat.max_positions == 4000 and chat.model == "tiny"
+
+
+def test_tools_are_carried_out_here(server, tokenizer):
+    server.say(reply_ids(tokenizer, reasoning_content="", content="", tool_calls=[CALL, CALL]))
+    server.say(reply_ids(tokenizer, reasoning_content="", content="It is 42."))
+    chat = talk(server, tools=[double])
+    events = list(chat.say("twice 21?"))
+    calls = [one for one in join_events(events) if isinstance(one, CallBegin | CallArguments | CallEnd)]
+    assert calls == [
+        one for i in (0, 1) for one in (CallBegin(i, "double"), CallArguments(i, '{"number": 21}'), CallEnd(i, True))
+    ]
+    assert [event.text for event in events if isinstance(event, ToolResult)] == ["42", "42"]
+    assert [message["role"] for message in chat.messages] == ["user", "assistant", "tool", "tool", "assistant"]
+
+
+def test_limits_cut_calls(server, tokenizer):
+    server.say(ids := reply_ids(tokenizer, reasoning_content="", content="", tool_calls=[CALL, CALL]))
+    chat = talk(server, tools=[double], max_new_tokens=len(ids) * 3 // 4)
+    last = list(chat.say("go"))[-1]
+    assert last.reason == "limit" and not last.reply.complete
+    assert [m["content"] for m in chat.messages if m["role"] == "tool"] == [
+        "error: not carried out, the reply was cut off"
+    ]
+
+
+def test_a_stopped_reply_stays_and_ends_in_the_server(server, tokenizer):
+    server.say(reply_ids(tokenizer, content="one two three")[:-4], hold=True)
+    chat = talk(server)
+    events = chat.say("count")
+    while not isinstance(next(events), Content):
+        pass
+    events.close()
+    assert chat.messages[-1]["role"] == "assistant" and chat.messages[-1]["content"]
+    until(lambda: server.engine.aborted)
+
+
+def test_thinking_effort_and_pictures(server, tokenizer, tmp_path):
+    from PIL import Image
+
+    Image.new("RGB", (60, 40), "teal").save(tmp_path / "teal.png")
+    chat = talk(server, thinking=False)
+    assert chat.attach(tmp_path / "teal.png").num_tokens == (6,)
+    server.say(reply_ids(tokenizer, thinking=False, content="teal"))
+    assert list(chat.say("what?"))[-1].reply.reasoning is None
+    assert len(server.request.images) == 1
+    chat.config = replace(chat.config, thinking=True, effort="low")
+    server.say(reply_ids(tokenizer, reasoning_content="", content="x"))
+    list(chat.say("and?"))
+    assert "thinking_effort=low`" in server.prompt()
+    chat.save(tmp_path / "talk.json")
+    other = talk(server)
+    other.load(tmp_path / "talk.json")
+    assert other.history == chat.history
+
+
+def test_the_terminal_does_not_know_the_difference(server, tokenizer, capsys):
+    server.say(reply_ids(tokenizer, reasoning_content="Twice.", content="It is\n42."))
+    Terminal(talk(server), Screen(False)).take("twice 21?")
+    out, err = capsys.readouterr()
+    assert out == "It is\n42.\n" and err == "Twice.\n"
+
+
+def test_what_the_server_refuses(server, tokenizer, monkeypatch):
+    chat = talk(server)
+    server.say(reply_ids(tokenizer, content="x"), reason="error", error="logits are not finite")
+    with pytest.raises(ValueError, match="logits are not finite"):
+        list(chat.say("hi"))
+    with serving(tokenizer, Limits(keys=("secret",))) as closed:
+        with pytest.raises(ValueError, match="no valid API key"):
+            talk(closed)
+        monkeypatch.setenv("RILLE_API_KEY", "secret")
+        assert talk(closed).model == "tiny"
+    with pytest.raises(ValueError, match="device and dtype are the server's"):
+        talk(server, device="cuda")
+
+
+def test_no_server(capsys):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    assert cli.main(["chat", f"http://127.0.0.1:{port}"]) == 1
+    assert "does not answer" in capsys.readouterr().err
+    assert cli.main(["chat", "http://"]) == 2
