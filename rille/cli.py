@@ -93,6 +93,7 @@ usage: rille VERB ...        `rille VERB --help` explains one
 
 examples
   rille train tiny --out runs/first --steps 200
+  rille report runs/first
   rille generate runs/first --prompt "def "
   rille chat runs/first
   rille serve runs/first
@@ -151,7 +152,8 @@ examples
   rille train tiny                                        on the standard library of the running Python
   rille train tiny --data notes/ --out runs/notes         on a text file, a folder, .jsonl[.xz|.zst] or .parquet
   rille train tiny --steps 1000 --optim.lr 3e-3 --out runs/long
-  rille train tiny --steps 1000 --optim.lr 3e-3 --out runs/long --resume"""
+  rille train tiny --steps 1000 --optim.lr 3e-3 --out runs/long --resume
+  rille train nano --data sets/mixed --max-minutes 50     on a GPU, stopping in time for the end of a reservation"""
 
 
 def generate(arguments: Arguments) -> int:
@@ -268,6 +270,14 @@ class PlanConfig:
             raise ValueError(f"gpus is {self.gpus} and context {self.context}; both must be at least 1")
 
 
+def report(arguments: Arguments) -> int:
+    """`rille report RUN`"""
+    from rille.train.report import ReportConfig, report
+
+    print(report(parse(ReportConfig, arguments, "report")))
+    return 0
+
+
 def plan(arguments: Arguments) -> int:
     """`rille plan PRESET`"""
     config = parse(PlanConfig, arguments, "plan")
@@ -331,6 +341,7 @@ VERBS = {
     "data": Verb(data, "make a training set: filters, duplicates, mixture, rephrasing, long documents"),
     "eval": Verb(evaluate, "measure a checkpoint: bits per byte, recall, needles, length, question suites"),
     "study": Verb(study, "variants side by side over random seeds, with intervals and a plot"),
+    "report": Verb(report, "draw a training run into one HTML page with plots"),
     "plan": Verb(plan, "what a model needs: parameters, FLOPs, memory"),
     "doctor": Verb(doctor, "what is installed here, and which backend each operation takes and why"),
 }
