@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 from rille.model.allocate import Allocate
 from rille.model.config import K3Config
 from rille.model.context import Context
-from rille.ops.mla import attention, gated_attention, largest_logits, latent_attention
+from rille.ops.mla import attention, gated_attention, largest_logits, latent_attention, mixed_values
 from rille.ops.norm import rms_norm
 
 
@@ -96,5 +96,5 @@ class MLA(nn.Module):
         q_NHR = torch.cat([own_NHR, q_NHK[..., self.key_dim :]], dim=-1)
         cache = ctx.memory.latents(self.layer)
         o_NHR = latent_attention(q_NHR, cache, ctx.packing, self.query_dim**-0.5, rank)
-        o_NHV = torch.einsum("nhr,hvr->nhv", o_NHR, value_HVR.to(o_NHR.dtype))
+        o_NHV = mixed_values(o_NHR, value_HVR)
         return o_NHV if gate_NHV is None else o_NHV * torch.sigmoid(gate_NHV.to(o_NHV.dtype))

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rille.ops.mla import LatentCache, attention, largest_logits, latent_attention, reference
+from rille.ops.mla import LatentCache, attention, largest_logits, latent_attention, mixed_values, reference
+from rille.ops.mla.values import in_two
 from rille.packing import Packing
 
 LENGTHS = [(1,), (0, 1, 0), (63,), (1, 15, 0, 17, 15, 1, 64, 15), (16, 16, 16), (65, 0, 130, 2, 65)]
@@ -186,3 +187,26 @@ def test_largest_logits_of_nothing_and_of_history():
     assert largest_logits(empty, empty, Packing.of([0]), 1.0).tolist() == [-torch.inf] * 2
     with pytest.raises(ValueError, match=r"history of \(3,\)"):
         largest_logits(torch.zeros(1, 2, 4), torch.zeros(1, 2, 4), Packing.of([1], [3]), 1.0)
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 16), (torch.float16, 21)])
+def test_mixtures_in_two_parts(dtype: torch.dtype, bits: int) -> None:
+    x = torch.randn(4096, generator=torch.Generator().manual_seed(1))
+    large, small = in_two(x, dtype)
+    assert large.dtype == small.dtype == dtype
+    error = (large.double() + small.double() - x.double()).abs()
+    assert (error <= 2.0**-bits * x.abs().double() + 2.0**-25).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_values_of_mixtures(dtype: torch.dtype) -> None:
+    """On a GPU with weights of 16 bits in two parts; with gradients, and everywhere else, in one product."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    mixed = torch.float64 if dtype == torch.float64 else torch.float32
+    o = torch.randn(5, 3, 64, device=device).to(mixed)
+    up = torch.randn(3, 48, 64, device=device).to(dtype)[:, 16:]
+    want, bound = (torch.einsum("nhr,hvr->nhv", f(o.double()), f(up.double())) for f in (torch.clone, torch.abs))
+    for gradients in (False, True):
+        got = mixed_values(o.requires_grad_(gradients), up)
+        assert got.dtype == mixed and got.requires_grad == gradients
+        assert ((got.detach().double() - want).abs() <= 2.0**-15 * bound).all()

@@ -6,10 +6,11 @@ from torch import Tensor
 from rille.ops.mla import choice, largest
 from rille.ops.mla.cache import LatentCache
 from rille.ops.mla.choice import choose_backend, choose_latent_backend
+from rille.ops.mla.values import mixed_values
 from rille.packing import Packing
 
 __all__ = ["LatentCache", "attention", "choose_backend", "choose_latent_backend", "gated_attention", "largest_logits"]
-__all__ += ["latent_attention"]
+__all__ += ["latent_attention", "mixed_values"]
 
 
 def attention(
