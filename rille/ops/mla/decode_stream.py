@@ -1,9 +1,8 @@
 """The latent kernel of `decode_kernels.py` in Gluon for up to 32 queries of a sequence, where reading is what costs.
 
 As many programs as the card has multiprocessors walk all splits of all sequences. One warp fetches blocks of 64 cached
-rows by TMA into a ring of two and goes on to the next split while the last one is being finished: between the first
-block and the last, memory always has one block under way, mostly two (72 to 144 KB a multiprocessor). Queries pass
-through two buffers. One group of four warps does the rest, in half of the time that memory takes:
+rows by TMA into a ring of two, 72 KB each, and goes on to the next split while the last one is being finished, so that
+reading need not pause between splits. Queries pass through two buffers. One group of four warps does the rest:
 
     s^T = c q^T        p^T = 2^(s^T scale log2 e - m)        o^T = o^T 2^(m_old - m) + c^T p^T
 
