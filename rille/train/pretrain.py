@@ -141,6 +141,7 @@ unigram     {unigram:.3f} from token frequencies alone: the model is {gap}
 checkpoint  {out / MODEL} (official layout)
 
 try next
+  rille report {shlex.quote(str(out))}
   rille generate {shlex.quote(str(out))} --prompt "def "
   tensorboard --logdir {shlex.quote(str(out / "tensorboard"))}"""
 
