@@ -97,6 +97,7 @@ examples
   rille generate runs/first --prompt "def "
   rille chat runs/first
   rille serve runs/first
+  rille bench serve http://127.0.0.1:8000
   rille convert runs/first first-mxfp4 --experts mxfp4
   rille data --help
   rille eval held-out runs/first
@@ -193,6 +194,23 @@ def serve(arguments: Arguments) -> int:
         from rille.serve.server import serve
 
     serve(config)
+    return 0
+
+
+def bench(arguments: Arguments) -> int:
+    """`rille bench serve URL`"""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print("Measure.\n\nusage: rille bench serve URL [flags]        `rille bench serve --help` lists all")
+        return 0 if arguments else 2
+    if arguments[0] != "serve":
+        raise ValueError(f"unknown verb 'bench {arguments[0]}'; there is `rille bench serve URL`")
+    from rille.serve.config import BenchServeConfig
+
+    config = parse(BenchServeConfig, arguments[1:], "bench serve")
+
+    from rille.serve.load import bench
+
+    bench(config)
     return 0
 
 
@@ -337,6 +355,7 @@ VERBS = {
     "generate": Verb(generate, "continue a prompt with a checkpoint"),
     "chat": Verb(chat, "talk with a checkpoint or a server in the terminal: thinking, tools, pictures"),
     "serve": Verb(serve, "serve a checkpoint over HTTP: OpenAI's and Anthropic's APIs, metrics, a page"),
+    "bench": Verb(bench, "put a load on a server: latencies, throughput, cache hits"),
     "convert": Verb(convert, "write a checkpoint anew: bf16, fp32, MXFP4 experts"),
     "data": Verb(data, "make a training set: filters, duplicates, mixture, rephrasing, long documents"),
     "eval": Verb(evaluate, "measure a checkpoint: bits per byte, recall, needles, length, question suites"),

@@ -140,6 +140,7 @@ def _add_models(app: FastAPI, front: Front) -> None:
         return {
             **openai,
             "max_model_len": able.max_length,
+            "vocab_size": front.tokenizer.vocab_size,
             "type": "model",
             "display_name": name,
             "created_at": created,

@@ -29,6 +29,7 @@ class CompletionBody(SamplingBody):
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: bool | None = None
+    return_token_ids: bool | None = None
 
     def prompts(self, front: Front) -> list[list[int]]:
         """Token ids of each prompt. Raises ValueError."""
@@ -58,14 +59,16 @@ class CompletionBody(SamplingBody):
                 for turn in turns:
                     turn.abort()
         echoes = [front.tokenizer.decode(ids) if self.echo else "" for ids in prompts]
-        return Completions(turns, echoes, self.logprobs is not None)
+        return Completions(turns, echoes, self.logprobs is not None, bool(self.return_token_ids))
 
 
 class Completions:
     """All prompts of one request. echoes: what each choice's text begins with."""
 
-    def __init__(self, turns: Sequence[Turn], echoes: Sequence[str], wants_logprobs: bool) -> None:
-        self.turns, self.echoes, self.wants_logprobs = turns, echoes, wants_logprobs
+    def __init__(
+        self, turns: Sequence[Turn], echoes: Sequence[str], wants_logprobs: bool, wants_ids: bool = False
+    ) -> None:
+        self.turns, self.echoes, self.wants_logprobs, self.wants_ids = turns, echoes, wants_logprobs, wants_ids
         self.num_each = turns[0].num_choices
 
     def abort(self) -> None:
@@ -139,6 +142,7 @@ async def whole(front: Front, completions: Completions, model: str) -> Json:
             "text": completions.echoes[index // completions.num_each] + choice.content,
             "logprobs": _logprobs(front, choice.tokens, 0) if completions.wants_logprobs else None,
             "finish_reason": ends[index].reason,
+            **({"token_ids": [token.token for token in choice.tokens]} if completions.wants_ids else {}),
         }
         for index, choice in enumerate(gathered)
     ]
@@ -151,8 +155,11 @@ async def stream(front: Front, completions: Completions, model: str, wants_usage
     offsets: dict[int, int] = {}
     ends: dict[int, Ended] = {}
 
-    def chunk(index: int, text: str, reason: str | None = None, logprobs: Json | None = None) -> bytes:
+    def chunk(
+        index: int, text: str, reason: str | None = None, logprobs: Json | None = None, ids: list[int] | None = None
+    ) -> bytes:
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        choice |= {} if ids is None else {"token_ids": ids}
         return event({**head, "choices": [choice], **tail})
 
     for place, echo in enumerate(completions.echoes):
@@ -169,8 +176,9 @@ async def stream(front: Front, completions: Completions, model: str, wants_usage
             if completions.wants_logprobs and piece.token is not None:
                 logprobs = _logprobs(front, [piece.token], offsets.get(piece.index, 0))
                 offsets[piece.index] = offsets.get(piece.index, 0) + len(logprobs["tokens"][0])
-            if text or logprobs:
-                yield chunk(piece.index, text, logprobs=logprobs)
+            ids = [piece.token.token] if completions.wants_ids and piece.token is not None else None
+            if text or logprobs or ids:
+                yield chunk(piece.index, text, logprobs=logprobs, ids=ids)
     if wants_usage:
         yield event({**head, "choices": [], "usage": usage_body(completions.usage(ends), 0)})
     yield DONE

@@ -135,3 +135,64 @@ class ServeConfig:
             raise ValueError(f"max_body_mib is {self.max_body_mib}; it must be at least 1")
         if any(not text for text in (*self.name, *self.api_key)):
             raise ValueError("name and api_key must not be empty texts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchServeConfig:
+    """Put an agents' load on a server: conversations with shared beginnings and growing turns; print TTFT, TPOT,
+    throughput and hit rate."""
+
+    url: Annotated[Positional[str], arg(metavar="URL")]
+    """The server's address; its key, if it needs one, in RILLE_API_KEY."""
+
+    mode: Literal["closed", "open"] = "closed"
+    """closed: so many conversations at once; open: conversations begin at a rate, whatever the server does."""
+
+    concurrency: int = 8
+    """Conversations at once (closed)."""
+
+    rate: float = 1.0
+    """Conversations that begin in a second, on average (open)."""
+
+    sessions: int = 32
+    """Conversations in all."""
+
+    turns: int = 6
+    """Requests of one conversation; each reads all before it."""
+
+    groups: int = 4
+    """Different beginnings that conversations share."""
+
+    prefix: int = 2_048
+    """Tokens of such a beginning."""
+
+    output: int = 64
+    """Tokens written in a turn, on average."""
+
+    ratio: float = 131.0
+    """Tokens read for each one written; what turns add to their prompts follows from it."""
+
+    tool_s: float = 0.0
+    """Seconds between a reply and the next turn."""
+
+    temperature: float = 1.0
+    """Of sampling."""
+
+    vocab_size: int | None = None
+    """Ids are drawn below this; by default the server says."""
+
+    allow_loops: bool = False
+    """Report figures even of replies that go in circles."""
+
+    seed: int = 0
+    """The same seed gives the same trace."""
+
+    out: Annotated[str | None, arg(metavar="FOLDER")] = None
+    """Write figures and samples (bench_serve.json) and a picture (bench_serve.png) here."""
+
+    def __post_init__(self):
+        if self.concurrency < 1 or not self.rate > 0 or self.tool_s < 0:
+            raise ValueError(
+                f"concurrency is {self.concurrency}, rate {self.rate}, tool_s {self.tool_s}; they must be at least 1, "
+                "above 0, and not negative"
+            )

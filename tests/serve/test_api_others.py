@@ -73,6 +73,16 @@ def test_completions_stream_what_they_say_whole(server, client, tokenizer):
             assert joined == getattr(choice.logprobs, name)
 
 
+def test_token_ids_come_back_where_asked_for(server, client, tokenizer):
+    words = tokenizer.encode("then é call")
+    for _ in range(2):
+        server.say(words)
+    request = {"model": "tiny", "prompt": "a", "max_tokens": 50, "extra_body": {"return_token_ids": True}}
+    assert client.completions.create(**request).choices[0].token_ids == words
+    chunks = list(client.completions.create(stream=True, **request))
+    assert [i for chunk in chunks for i in getattr(chunk.choices[0], "token_ids", [])] == words
+
+
 def test_echo_and_limits(server, client, tokenizer):
     ids = tokenizer.encode("then call the tools")
     server.say(ids)

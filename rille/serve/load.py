@@ -1,0 +1,224 @@
+"""`rille bench serve`: a trace of agents against a server, and what it made of it. No torch here.
+
+closed loop    so many sessions at once, each next turn when the last is answered
+open loop      sessions begin at random times, at a rate, whatever the server does
+
+TTFT = first token - sent        TPOT = (last token - first token) / (tokens - 1)
+hit rate = cached / prompt tokens        possible = longest prefix seen before / prompt tokens, without any limit
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from time import perf_counter
+from typing import Any
+from urllib.parse import urlsplit
+
+from rille.serve.config import BenchServeConfig
+from rille.serve.load_report import figures, picture, table
+from rille.serve.remote import KEY_VARIABLE, Server
+from rille.serve.traces import Session, TraceShape
+
+Json = dict[str, Any]
+
+FIRST_ID = 256  # below are single bytes in most vocabularies
+
+
+@dataclass
+class Sample:
+    """One answered request. Times are seconds since the start of the run; error: what went wrong instead."""
+
+    session: int
+    turn: int
+    sent: float
+    prompt: int
+    possible: int
+    first: float = 0.0
+    last: float = 0.0
+    tokens: tuple[int, ...] = ()
+    cached: int = 0
+    error: str | None = None
+
+    @property
+    def ttft(self) -> float:
+        return self.first - self.sent
+
+    @property
+    def tpot(self) -> float | None:
+        return (self.last - self.first) / (len(self.tokens) - 1) if len(self.tokens) > 1 else None
+
+
+def bench(config: BenchServeConfig) -> Json:
+    """Run the load, print the table; with `out`, write figures, samples and a picture there.
+
+    Raises ValueError for a trace that the server cannot take, for replies that repeat themselves, and where nothing
+    was answered; OSError where nobody answers.
+    """
+    model = Server(config.url).get("/v1/models")["data"][0]
+    shape = trace_of(config, model)
+    samples, seconds = asyncio.run(Load(config, model["id"]).run(list(shape.draw())))
+    summary = figures(samples, seconds, config)
+    print(table(summary))
+    if config.out is not None:
+        folder = Path(config.out)
+        folder.mkdir(parents=True, exist_ok=True)
+        whole = {"config": asdict(config), "figures": summary, "samples": [asdict(sample) for sample in samples]}
+        (folder / "bench_serve.json").write_text(json.dumps(whole) + "\n", encoding="utf-8")
+        picture(samples, seconds, folder / "bench_serve.png")
+        print(f"written: {folder / 'bench_serve.json'}, {folder / 'bench_serve.png'}")
+    return summary
+
+
+def trace_of(config: BenchServeConfig, model: Json) -> TraceShape:
+    """The trace for a server's model. Raises ValueError where that is too small for it."""
+    words = config.vocab_size or model.get("vocab_size")
+    if words is None:
+        raise ValueError("the server does not say how large its vocabulary is; give vocab_size")
+    shape = TraceShape(
+        sessions=config.sessions,
+        turns=config.turns,
+        groups=config.groups,
+        prefix=config.prefix,
+        output=config.output,
+        ratio=config.ratio,
+        low=min(FIRST_ID, words // 2),
+        high=words,
+        seed=config.seed,
+    )
+    room = model.get("max_model_len")
+    if room is not None and shape.longest > room:
+        raise ValueError(
+            f"the trace comes to {shape.longest:,} tokens in one sequence, the server takes {room:,}; ask for fewer "
+            "turns, shorter replies or a smaller ratio"
+        )
+    return shape
+
+
+class Load:
+    """Sends a trace and notes what comes back."""
+
+    def __init__(self, config: BenchServeConfig, model: str) -> None:
+        self._config, self._model = config, model
+        self._samples: list[Sample] = []
+        self._seen: set[int] = set()  # groups whose prefix was sent
+        self._start = 0.0
+
+    async def run(self, sessions: Sequence[Session]) -> tuple[list[Sample], float]:
+        """All sessions; returns the samples and how long it took."""
+        self._start = perf_counter()
+        if self._config.mode == "closed":
+            waiting = list(enumerate(sessions))[::-1]
+
+            async def worker() -> None:
+                while waiting:
+                    await self._session(*waiting.pop())
+
+            await asyncio.gather(*(worker() for _ in range(min(self._config.concurrency, len(sessions)))))
+        else:
+            random, at = Random(self._config.seed), 0.0
+            tasks = []
+            for number, session in enumerate(sessions):
+                tasks.append(asyncio.ensure_future(self._later(at, number, session)))
+                at += random.expovariate(self._config.rate)
+            await asyncio.gather(*tasks)
+        return self._samples, perf_counter() - self._start
+
+    async def _later(self, at: float, number: int, session: Session) -> None:
+        await asyncio.sleep(max(0.0, at - self._now()))
+        await self._session(number, session)
+
+    async def _session(self, number: int, session: Session) -> None:
+        ids, known = list(session.prefix), len(session.prefix) if session.group in self._seen else 0
+        self._seen.add(session.group)
+        for place, turn in enumerate(session.turns):
+            if place:
+                await asyncio.sleep(self._config.tool_s)
+            ids += turn.added
+            sample = Sample(number, place, self._now(), len(ids), min(known, len(ids) - 1))
+            self._samples.append(sample)
+            try:
+                await self._ask(sample, ids, turn.output)
+            except (OSError, ValueError, asyncio.IncompleteReadError) as error:
+                sample.error = str(error) or type(error).__name__
+                return
+            ids += sample.tokens
+            known = len(ids)
+
+    async def _ask(self, sample: Sample, ids: list[int], output: int) -> None:
+        body = {
+            "model": self._model,
+            "prompt": ids,
+            "max_tokens": output,
+            "temperature": self._config.temperature,
+            "seed": self._config.seed + sample.session,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        tokens: list[int] = []
+        async with aclosing(stream(self._config.url, "/v1/completions", body)) as chunks:
+            async for chunk in chunks:
+                for choice in chunk["choices"]:
+                    if new := choice.get("token_ids"):
+                        sample.last = self._now()
+                        sample.first = sample.first or sample.last
+                        tokens += new
+                if usage := chunk.get("usage"):
+                    details = usage.get("prompt_tokens_details") or {}
+                    sample.cached = details.get("cached_tokens") or 0
+        sample.tokens = tuple(tokens)
+        if not tokens:
+            raise ValueError("an answer without token ids; the server must know return_token_ids")
+
+    def _now(self) -> float:
+        return perf_counter() - self._start
+
+
+async def stream(url: str, path: str, body: Json) -> AsyncGenerator[Json, None]:
+    """Events of a reply over HTTP/1.1. Raises ValueError for what the server refuses, OSError where it breaks off."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=parts.scheme == "https" or None)
+    try:
+        text, key = json.dumps(body).encode(), os.environ.get(KEY_VARIABLE)
+        lines = [
+            f"POST {parts.path.rstrip('/').removesuffix('/v1')}{path} HTTP/1.1",
+            f"Host: {parts.netloc}",
+            "Content-Type: application/json",
+            f"Content-Length: {len(text)}",
+            "Connection: close",
+            *([f"Authorization: Bearer {key}"] if key else []),
+        ]
+        writer.write("\r\n".join([*lines, "", ""]).encode() + text)
+        status = int((await reader.readline()).split()[1])
+        while (await reader.readline()).strip():
+            pass
+        if status != 200:
+            told = (await reader.read()).decode("utf-8", errors="replace")
+            raise ValueError(f"status {status}: {told[:500]}")
+        async for data in _events(reader):
+            if "error" in data:
+                raise ValueError(data["error"]["message"])
+            yield data
+    finally:
+        writer.close()
+
+
+async def _events(reader: asyncio.StreamReader) -> AsyncGenerator[Json, None]:
+    """The JSON of each event of a chunked body."""
+    held = b""
+    while size := int(await reader.readline() or b"0", 16):
+        held += (await reader.readexactly(size + 2))[:-2]
+        *lines, held = held.split(b"\n")
+        for line in lines:
+            data = line.removeprefix(b"data:").strip()
+            if line.startswith(b"data:") and data != b"[DONE]":
+                yield json.loads(data)
