@@ -221,7 +221,7 @@ def measure_stages(case: Case, variants: bool) -> dict[str, float]:
         u, states = kernels.states(inputs, prepared, made.t_MHCC)
         back = (made.t_MHCC, made.a_MHCC, case.do, None)
         dv, dstates, _ = kernels.reverse(inputs, prepared, *back)
-        last = (case.do, dv, None, u, states, dstates, *prepared[4:])
+        last = (case.do, dv, None, u, states, dstates, prepared.totals_MH4K, prepared.norms_MH2C)
         times["prepare"] = median_ms(lambda: kernels.prepare(inputs))
         times["states"] = median_ms(lambda: kernels.states(inputs, prepared, made.t_MHCC))
         times["reverse"] = median_ms(lambda: kernels.reverse(inputs, prepared, *back))

@@ -38,6 +38,7 @@ class Prepared(NamedTuple):
     k_start_MHCK: Tensor  # -k 2^G, normalised
     k_end_MHCK: Tensor  # k 2^(Gc-G), normalised
     decay_MHK: Tensor  # 2^Gc
+    lost_MHC: Tensor  # what bf16 takes from T's diagonal
     totals_MH4K: Tensor  # log2-decay summed over each tile of 16 rows
     norms_MH2C: Tensor  # what normalises q (without K^-0.5), and k
 
@@ -108,7 +109,7 @@ def backward(
         wanted = inputs.initial_SHVK is not None
         dinitial_SHVK = dinitial_SHVK.index_select(0, cut.segments.head_S) if wanted else None
     operands = (u_MHCV, states_MHVK, dstates_MHVK)
-    numbers = prepared[4:]
+    numbers = (prepared.totals_MH4K, prepared.norms_MH2C)
     del prepared
     return local(inputs, do_NHV, dv_NHV, dinitial_SHVK, *operands, *numbers)
 
@@ -145,12 +146,12 @@ def prepare(inputs: Inputs) -> Prepared:
     q_NHK, k_NHK, z_NHK = inputs.q_NHK, inputs.k_NHK, inputs.z_NHK
     (_, H, K), M, dtype = q_NHK.shape, inputs.spans_M2.shape[0], operand_type(q_NHK)
     rows = [q_NHK.new_empty(M, H, CHUNK, K, dtype=dtype) for _ in range(3)]
-    numbers = [q_NHK.new_empty(M, H, *size, dtype=torch.float32) for size in ((K,), (4, K), (2, CHUNK))]
+    numbers = [q_NHK.new_empty(M, H, *size, dtype=torch.float32) for size in ((K,), (CHUNK,), (4, K), (2, CHUNK))]
     prepared = Prepared(*rows, *numbers)
     arguments = (
-        q_NHK, k_NHK, z_NHK, inputs.A_log, inputs.dt_bias_HK, inputs.spans_M2, ones_of_half(q_NHK.device, dtype),
-        *prepared,
-        q_NHK.stride(0), k_NHK.stride(0), z_NHK.stride(0), inputs.lower_bound or 0.0, K**-0.5,
+        q_NHK, k_NHK, z_NHK, inputs.b_NH, inputs.A_log, inputs.dt_bias_HK, inputs.spans_M2,
+        ones_of_half(q_NHK.device, dtype), *prepared,
+        *(x.stride(0) for x in (q_NHK, k_NHK, z_NHK, inputs.b_NH)), inputs.lower_bound or 0.0, K**-0.5,
     )  # fmt: skip
     shape = dict(H=H, K=K, BOUNDED=inputs.lower_bound is not None, **types(dtype), num_warps=K // 16)
     launch(prepare_kernel, M * H, arguments, **shape)
@@ -166,7 +167,7 @@ def states(inputs: Inputs, prepared: Prepared, t_MHCC: Tensor) -> tuple[Tensor, 
     tiles = [rows_of(x, CHUNK) for x in (t_MHCC, prepared.k_start_MHCK, prepared.k_end_MHCK)]
     arguments = (
         *tiles, identity(v_NHV.device, dtype),
-        v_NHV, prepared.decay_MHK, rows_of(u_MHCV, CHUNK, block), rows_of(states_MHVK, block),
+        v_NHV, prepared.decay_MHK, prepared.lost_MHC, rows_of(u_MHCV, CHUNK, block), rows_of(states_MHVK, block),
         inputs.starts, inputs.order_S, inputs.first_S,
         initial_SHVK.contiguous() if initial_SHVK is not None else None, v_NHV.stride(0),
     )  # fmt: skip
@@ -189,7 +190,7 @@ def reverse(
     block, num_warps, _ = value_block(V, S * H, multiprocessors(do_NHV.device))
     tiles = [rows_of(x, CHUNK) for x in (t_MHCC, a_MHCC, *prepared[:3])]
     arguments = (
-        *tiles, do_NHV, prepared.decay_MHK, dv_NHV, rows_of(dstates_MHVK, block),
+        *tiles, do_NHV, prepared.decay_MHK, prepared.lost_MHC, dv_NHV, rows_of(dstates_MHVK, block),
         inputs.starts, inputs.order_S, inputs.first_S,
         dfinal_SHVK.contiguous() if dfinal_SHVK is not None else None, dinitial_SHVK, do_NHV.stride(0),
     )  # fmt: skip

@@ -12,7 +12,8 @@ is the same algebra in PyTorch; `backward_local.py` has the kernel that follows.
 
 States, u, du, dv are value-first, so that the left operand of every product with them comes from registers: a rounded
 accumulator has the layout of one. r is formed before T meets it: where the state already predicts v, T v - (T k 2^G) S
-would be a small difference of two rounded numbers.
+would be a small difference of two rounded numbers. T's diagonal, beta, is most of T: what bf16 took from it is added to
+u and dv, or a token's own row would be off as a whole, in u, in dv, and twice in db.
 
 Suffixes: C = 64 rows of a chunk, K key channels, V value channels, BV value channels of a program. Rows of a tail that
 hold no token are loaded as zeros, and every operand in chunk layout is zero there.
@@ -52,6 +53,16 @@ def times_ones(x, ones, PIECES: tl.constexpr, OPERAND: tl.constexpr, INTERPRET: 
 
 
 @triton.jit
+def factor(x, OPERAND: tl.constexpr, INTERPRET: tl.constexpr):
+    """`operand` for tiles that are widened again. The compiler would round those one by one, by an instruction of an
+    eighth of the rate; here it adds half of the last place and packs the upper halves of pairs."""
+    if INTERPRET:
+        return operand(x, OPERAND, INTERPRET)
+    upper = (x.to(tl.int32, bitcast=True) + 32768) >> 16
+    return upper.to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
 def transposed(x, identity, INTERPRET: tl.constexpr):
     """x^T in fp32, in the layout of a product's result. A product with the identity is exact in bf16 and costs no
     instruction an element."""
@@ -65,6 +76,7 @@ def prepare_kernel(
     q_ptr,  # [N, H, K], with any stride between tokens; k, z too
     k_ptr,
     z_ptr,
+    b_ptr,  # [N, H]
     A_log_ptr,  # fp32 [H]
     dt_bias_ptr,  # fp32 [H, K]
     spans_ptr,  # int32 [M, 2]: first token and number of tokens of each chunk
@@ -73,11 +85,13 @@ def prepare_kernel(
     k_start_ptr,  # [M, H, C, K]: -k 2^G
     k_end_ptr,  # [M, H, C, K]: k 2^(Gc-G)
     decay_ptr,  # fp32 [M, H, K]: 2^Gc
+    lost_ptr,  # fp32 [M, H, C]: what bf16 takes from T's diagonal
     totals_ptr,  # fp32 [M, H, 4, K]: log2-decay summed over each tile
     norms_ptr,  # fp32 [M, H, 2, C]: what normalises q (without the scale K^-0.5), and k
     q_stride,
     k_stride,
     z_stride,
+    b_stride,
     lower_bound,
     scale,
     H: tl.constexpr,
@@ -101,6 +115,10 @@ def prepare_kernel(
     z_ptr += start * z_stride + h * K
     ones = row[:, None] * R + row[None, :] + ones_ptr
     identity, anchors = tl.load(ones), tl.load(ones + R * R)
+    rows = tl.arange(0, C)
+    b = tl.load(b_ptr + (start + rows) * b_stride + h, mask=rows < count, other=-1e30).to(tl.float32)
+    beta = reciprocal(1.0 + exp2(b * -LOG2E, INTERPRET), INTERPRET)
+    tl.store(lost_ptr + out * C + rows, beta - beta.to(OPERAND).to(tl.float32))
     rate = exp2(tl.load(A_log_ptr + h).to(tl.float32) * LOG2E, INTERPRET)
     bias = tl.load(dt_bias_ptr + h * K + channel)[:, None]
 
@@ -153,6 +171,7 @@ def states_kernel(
     identity_ptr,  # [C, C]
     v_ptr,  # [N, H, V], with any stride between tokens
     decay_ptr,  # fp32 [M, H, K]
+    lost_ptr,  # fp32 [M, H, C]
     u_desc,  # [M * H * C, V]
     states_desc,  # [M * H * V, K]: the state before each chunk
     starts_ptr,  # int32 [S + 1]
@@ -197,11 +216,12 @@ def states_kernel(
         k_start = operand(k_start_desc.load([tile * C, 0]), OPERAND, INTERPRET)
         k_end = operand(k_end_desc.load([tile * C, 0]), OPERAND, INTERPRET)
         decay = tl.load(decay_ptr + tile.to(tl.int64) * K + channel)
-        rounded = state.to(OPERAND)
-        states_desc.store([tile * V + block, 0], rounded)
+        stored = state.to(OPERAND)
+        states_desc.store([tile * V + block, 0], stored)
         r = tl.dot(tl.trans(operand(v, OPERAND, INTERPRET)), identity)
-        r = tl.dot(operand(rounded, OPERAND, INTERPRET), tl.trans(k_start), r)
-        u = tl.dot(operand(r, OPERAND, INTERPRET), tl.trans(t)).to(OPERAND)
+        r = tl.dot(operand(stored, OPERAND, INTERPRET), tl.trans(k_start), r)
+        lost = tl.load(lost_ptr + tile.to(tl.int64) * C + row)[None, :]
+        u = tl.dot(operand(r, OPERAND, INTERPRET), tl.trans(t), lost * r).to(OPERAND)
         state = tl.dot(operand(u, OPERAND, INTERPRET), k_end, state * decay[None, :])
         u_desc.store([tile * C, block], tl.trans(u))
 
@@ -215,6 +235,7 @@ def reverse_kernel(
     k_end_desc,  # [M * H * C, K]: k 2^(Gc-G)
     do_ptr,  # [N, H, V]
     decay_ptr,  # fp32 [M, H, K]
+    lost_ptr,  # fp32 [M, H, C]
     dv_ptr,  # [N, H, V]
     dstates_desc,  # [M * H * V, K]: gradient of the state after each chunk
     starts_ptr,  # int32 [S + 1]
@@ -264,11 +285,12 @@ def reverse_kernel(
         k_start = operand(k_start_desc.load([tile * C, 0]), OPERAND, INTERPRET)
         k_end = operand(k_end_desc.load([tile * C, 0]), OPERAND, INTERPRET)
         decay = tl.load(decay_ptr + tile.to(tl.int64) * K + channel)
-        rounded = dstate.to(OPERAND)
-        dstates_desc.store([tile * V + block, 0], rounded)
+        stored = dstate.to(OPERAND)
+        dstates_desc.store([tile * V + block, 0], stored)
         du = tl.dot(tl.trans(do), a)
-        du = tl.dot(operand(rounded, OPERAND, INTERPRET), tl.trans(k_end), du)
-        dv = tl.dot(operand(du, OPERAND, INTERPRET), t)
+        du = tl.dot(operand(stored, OPERAND, INTERPRET), tl.trans(k_end), du)
+        lost = tl.load(lost_ptr + tile.to(tl.int64) * C + row)[None, :]
+        dv = tl.dot(operand(du, OPERAND, INTERPRET), t, lost * du)
         dstate = tl.dot(tl.trans(do), q, dstate * decay[None, :])
         dstate = tl.dot(operand(dv, OPERAND, INTERPRET), k_start, dstate)
         at_dv = token[:, None] * (H * V) + h * V + value[None, :]

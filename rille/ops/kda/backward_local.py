@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from rille.ops.kda.backward_direct import local_channels_directly
-from rille.ops.kda.backward_kernels import NO_TOKEN, bounded_decay, times_ones, transposed
+from rille.ops.kda.backward_kernels import NO_TOKEN, bounded_decay, factor, times_ones, transposed
 from rille.ops.kda.intra import LOG2E, exp2, operand, reciprocal
 
 
@@ -55,16 +55,6 @@ def blocks(x):
 def row_halves(x):
     """The first and the last 32 numbers of x [64]."""
     return tl.split(tl.trans(tl.reshape(x, [2, 32])))
-
-
-@triton.jit
-def factor(x, OPERAND: tl.constexpr, INTERPRET: tl.constexpr):
-    """`operand` for tiles that are widened again. The compiler would round those one by one, by an instruction of an
-    eighth of the rate; here it adds half of the last place and packs the upper halves of pairs."""
-    if INTERPRET:
-        return operand(x, OPERAND, INTERPRET)
-    upper = (x.to(tl.int32, bitcast=True) + 32768) >> 16
-    return upper.to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
@@ -155,8 +145,7 @@ def local_kernel(
 
     b = tl.load(b_ptr + (token + row) * b_stride + h, mask=valid, other=0.0).to(tl.float32)
     beta = reciprocal(1.0 + exp2(b * -LOG2E, INTERPRET), INTERPRET)
-    on_diagonal = tl.maximum(beta.to(OPERAND).to(tl.float32), 1e-30)  # of T, as it was rounded: a factor of U and of dV
-    db = diagonal(dak, C) / on_diagonal * (beta / on_diagonal * (1.0 - beta))
+    db = diagonal(dak, C) / tl.maximum(beta, 1e-30) * (1.0 - beta)
     tl.store(db_ptr + (token + row) * H + h, db.to(db_ptr.dtype.element_ty), mask=valid)
 
     i, j = row[:, None], row[None, :]
