@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +25,11 @@ from torch import Tensor
 
 from rille.model.checkpoint import save_model
 from rille.model.locate import checkpoint_name, step_checkpoints
+from rille.model.model import K3
 from rille.model.publish import publishing
 from rille.model.shards import Pending, save_shard, shorten
 from rille.optim.masters import Masters
+from rille.text.tokenizer import Tokenizer
 from rille.train.config import check_resumable, settings
 
 if TYPE_CHECKING:
@@ -35,22 +38,47 @@ if TYPE_CHECKING:
 TENSORS, NUMBERS = Path("training", "state.safetensors"), Path("training", "state.json")
 
 
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """All that a checkpoint holds. `tensors` and `model` are the run's own, or copies."""
+
+    path: Path
+    keep: int
+    model: K3
+    tokenizer: Tokenizer
+    tensors: dict[str, Tensor]
+    numbers: dict[str, Any]
+
+    def held_by(self, model: K3, tensors: dict[str, Tensor]) -> Snapshot:
+        """The same with these copies."""
+        return replace(self, model=model, tensors=tensors)
+
+
+def snapshot(run: Run) -> Snapshot:
+    """What stands now: tensors are the run's own, numbers are copies."""
+    numbers = {"step": run.step, "loader": run.loader.state(), "settings": settings(run.config)}
+    numbers["guard"] = run.guard.state()
+    path = Path(run.config.out) / "checkpoints" / checkpoint_name(run.step)
+    return Snapshot(path, run.config.keep, run.model, run.tokenizer, dict(_tensors(run)), numbers)
+
+
 def save_checkpoint(run: Run) -> Path:
     """Write the checkpoint of the run's step, then remove the oldest ones beyond `keep`."""
-    out = Path(run.config.out)
-    path = out / "checkpoints" / checkpoint_name(run.step)
-    with publishing(path) as directory:
-        save_model(run.model, directory, tokenizer=run.tokenizer)
+    return write_checkpoint(snapshot(run))
+
+
+def write_checkpoint(held: Snapshot) -> Path:
+    """Write a snapshot; the directory appears whole, then the oldest ones beyond `keep` go."""
+    with publishing(held.path) as directory:
+        save_model(held.model, directory, tokenizer=held.tokenizer)
         (directory / "training").mkdir()
-        save_shard([Pending.of(name, tensor) for name, tensor in _tensors(run)], directory / TENSORS)
-        numbers = {"step": run.step, "loader": run.loader.state(), "settings": settings(run.config)}
-        numbers["guard"] = run.guard.state()
-        (directory / NUMBERS).write_text(json.dumps(numbers, indent=1), encoding="utf-8")
-    for _, old in step_checkpoints(out)[: -run.config.keep]:
+        save_shard([Pending.of(name, tensor) for name, tensor in held.tensors.items()], directory / TENSORS)
+        (directory / NUMBERS).write_text(json.dumps(held.numbers, indent=1), encoding="utf-8")
+    for _, old in step_checkpoints(held.path.parent.parent)[: -held.keep]:
         doomed = old.with_name(f".{old.name}.old")  # so that one that is half removed is never taken for a whole one
         old.rename(doomed)
         shutil.rmtree(doomed)
-    return path
+    return held.path
 
 
 def restore(run: Run, path: Path) -> None:

@@ -26,6 +26,7 @@ FREE_ON_RESUME = (
     "eval_tokens",
     "checkpoint_every",
     "keep",
+    "save_in_background",
     "recompute",
     "guard.spike",
     "guard.window",
@@ -75,6 +76,9 @@ class TrainConfig:
 
     keep: int = 2
     """Checkpoints that are kept, the newest ones."""
+
+    save_in_background: bool = False
+    """Write checkpoints while training goes on, from a copy in host memory; the last one is waited for."""
 
     ema: float | None = None
     """Keep a running mean of the weights with this decay (0.999); model-ema is the finished one. None: no mean."""

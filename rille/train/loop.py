@@ -38,6 +38,7 @@ from rille.train.losses import all_losses, count_targets, domain_sums, domain_ta
 from rille.train.metrics import Logger
 from rille.train.norms import Updates, gradient_norms
 from rille.train.readings import expert_loads, fetch
+from rille.train.saving import Saver
 from rille.train.speed import StepFlops, peak_flops, peak_memory
 from rille.train.stopping import Diverged, Interrupted, Stop
 
@@ -59,6 +60,7 @@ class Run:
     kinds: Mapping[str, Kind] = field(default_factory=dict)
     guard: Guard = field(default_factory=lambda: Guard(GuardConfig()))
     average: Average | None = None
+    saver: Saver = field(default_factory=Saver)
     inspections: Inspections | None = None
     loggers: Sequence[Logger] = ()
     stop: Stop = field(default_factory=Stop)
@@ -247,7 +249,12 @@ def look(run: Run, work: Work) -> dict[str, float]:
 def checkpoint(run: Run) -> None:
     """Save every so often, at the end, and when a signal or the clock asks for the end."""
     last, stops = run.step == run.config.steps, run.stop.wanted
+    run.saver.check()
     if last or stops or run.step % run.config.checkpoint_every == 0:
-        save_checkpoint(run)
+        if run.config.save_in_background and not (last or stops):
+            run.saver.start(run)
+        else:
+            run.saver.wait()
+            save_checkpoint(run)
     if (stops or run.stop.wanted) and not last:
         raise Interrupted(run.step, run.stop)

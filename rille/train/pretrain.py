@@ -65,6 +65,7 @@ def pretrain(config: TrainConfig) -> Path:
             print(f"resuming after step {run.step} of {config.steps}: {newest}")
         write_settings(config, out)
         with advising(), ExitStack() as stack:
+            stack.enter_context(run.saver)
             run.stop = stack.enter_context(stop_on_signals())
             if config.max_minutes is not None:
                 run.stop.deadline = monotonic() + 60 * config.max_minutes
