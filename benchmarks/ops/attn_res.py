@@ -8,8 +8,9 @@ medians of CUDA graphs, with gradients through autograd, ours and the peers' ali
 called from Python instead). "mix" is the mixture alone, "site" adds to the running sum before it and norms after it.
 The floor counts each source read and each result written once, at the speed of a device copy measured in the same run.
 Peers: fast-attnres, fla, torch.compile of the definition. All sites of a model alone, beside plain residuals with the
-same norms, say what a training step pays. --sweep times other forms and sizes of the kernels. A time that fails is
-named and the others go on. The tables come last; FOLDER/attn_res.json holds the numbers.
+same norms, say what a training step pays. --sweep times other forms of the kernels. A time that
+fails is named and the others go on; `attn_res_quick.py` has the main times alone. The tables come last;
+FOLDER/attn_res.json holds the numbers.
 """
 
 from __future__ import annotations
@@ -208,7 +209,11 @@ def measure(R: int, N: int, D: int, speed: float, names: list[str]) -> dict[str,
             row[f"{name} apart"] = distance(call(), wanted)
             with torch.no_grad():
                 timed(row, f"{name} f", call)
-            timed(row, f"{name} fb", with_gradient(call, [*case.sources, case.query]))
+            step = with_gradient(call, [*case.sources, case.query])
+            if name == "fast":  # cannot be captured, and a failed capture poisons the process
+                row["fast fb events"] = median_ms(step)
+            else:
+                timed(row, f"{name} fb", step)
         except (RuntimeError, ValueError, TypeError, triton.TritonError) as error:
             print(f"  FAIL {row['work']} {name}: {str(error).splitlines()[0][:160]}", flush=True)
     return row
@@ -254,38 +259,48 @@ def measure_stack(layers: int, block_layers: int, N: int, D: int) -> dict[str, A
     return row
 
 
-# Changes of the plan: at most four forms each way. Wide ones only where rows are wide.
-FORWARD_SWEEP: dict[str, dict[str, Any]] = {
-    "stream w8": dict(wide_forward=True, forward_warps=8, STAGES=12),
-    "stream w8 x2": dict(wide_forward=True, forward_warps=8, STAGES=7, forward_programs=2),
-    "stream w16": dict(wide_forward=True, forward_warps=16, STAGES=12),
-    "groups w16 g3": dict(wide_forward=False, forward_warps=16, GROUP=3),
+# Changes of the plan, which stands first; wide ones only where rows are wide.
+FORWARD_FORMS: dict[str, dict[str, Any]] = {
+    "plan": {},
+    "ahead g2": dict(AHEAD=True, STEP=8, GROUP=2),
+    "w8 g1 x2": dict(forward_warps=8, GROUP=1, forward_programs=2),
 }
-BACKWARD_SWEEP: dict[str, dict[str, Any]] = {
-    "loop w16": dict(wide_backward=True, backward_warps=16),
-    "loop w32": dict(wide_backward=True, backward_warps=32),
-    "loop w8 x2": dict(wide_backward=True, backward_warps=8, programs=2),
-    "tuples w16 h2": dict(wide_backward=False, backward_warps=16, HELD=2),
+BACKWARD_FORMS: dict[str, dict[str, Any]] = {
+    "plan": {},
+    "w8 x2": dict(backward_warps=8, programs=2),
 }
+NARROW_FORMS: dict[str, dict[str, Any]] = {
+    "plan": {},
+    "w2 x6": dict(programs=6),
+    "w1 x10": dict(backward_warps=1, programs=10),
+}
+CHOSEN = mix.plan
 
 
-def sweep(R: int, N: int, D: int, site: bool) -> dict[str, float]:
-    """Times of single launches in other forms."""
-    case, found, chosen = draw(R, N, D, torch.bfloat16, True), {}, mix.plan
-    base = chosen(R, D, 2)
-    norm = case.norm_gain if site else None
+def forms(R: int, N: int, D: int, site: bool) -> dict[str, Callable[[], Any]]:
+    """Single launches in every form."""
+    case, base = draw(R, N, D, BF16, True), CHOSEN(R, D, 2)
+    norm, wide = case.norm_gain if site else None, base.BLOCK >= mix.WIDE
     arguments = (case.sources, case.update if site else None, case.query, case.gain, norm, EPS, True)
     with torch.no_grad():
         out, _, stats = mix.mix(*arguments)
-        rest = (out, *beside(out, R, site), case.sources, case.query, case.gain, norm, stats, EPS)
-        for name, change in FORWARD_SWEEP.items():
-            mix.plan = lambda *_, change=change: replace(base, **change)
-            timed(found, f"f {name}", lambda: mix.mix(*arguments))
-        for name, change in BACKWARD_SWEEP.items():
-            mix.plan = lambda *_, change=change: replace(base, **change)
-            timed(found, f"b {name}", lambda: mix.mix_backward(*rest))
-    mix.plan = chosen
-    return found
+    rest = (out, *beside(out, R, site), case.sources, case.query, case.gain, norm, stats, EPS)
+
+    def launch(change: dict[str, Any], op: Any, given: tuple[Any, ...]) -> Callable[[], Any]:
+        def call() -> Any:
+            mix.plan = lambda *_: replace(base, **change)
+            try:
+                with torch.no_grad():
+                    return op(*given)
+            finally:
+                mix.plan = CHOSEN
+
+        return call
+
+    work = f"R{R} D{D} {'site' if site else 'mix'}"
+    found = {f"{work} f {k}": launch(v, mix.mix, arguments) for k, v in (FORWARD_FORMS if wide else {}).items()}
+    backward = BACKWARD_FORMS if wide else NARROW_FORMS
+    return found | {f"{work} b {k}": launch(v, mix.mix_backward, rest) for k, v in backward.items()}
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
@@ -317,7 +332,10 @@ def times(options: argparse.Namespace, report: dict[str, Any]) -> None:
         torch.cuda.empty_cache()
     report["stacks"] = [measure_stack(*sizes) for sizes in STACKS]
     if options.sweep:
-        report["sweep"] = {what: sweep(*SHAPES[0], what == "site") for what in ("mix", "site")}
+        report["sweep"] = {}
+        for site in (False, True):
+            for name, call in forms(*SHAPES[0], site).items():
+                timed(report["sweep"], name, call)
 
 
 def main() -> None:
@@ -332,8 +350,7 @@ def main() -> None:
         times(options, report)
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "attn_res.json").write_text(json.dumps(report, indent=1))
-        for name, found in report.get("sweep", {}).items():
-            print(f"\nsweep {name}, ms:", ", ".join(f"{what} {ms:.3f}" for what, ms in found.items()))
+        print("\n".join(f"{name:<28} {ms:.3f} ms" for name, ms in report.get("sweep", {}).items()))
         print(f"\n{report['device']}, copy {report['copy TB/s']:.2f} TB/s; ms, bf16; f forward, b backward")
         print_table(report["rows"])
         print("all sites of a model, forward and backward:")

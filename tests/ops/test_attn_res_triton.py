@@ -85,7 +85,7 @@ def test_groups_and_sources_read_again(monkeypatch: pytest.MonkeyPatch, register
 @pytest.mark.parametrize("form", ["mix", "site", "site_update"])
 def test_wide_rows(monkeypatch: pytest.MonkeyPatch, size: tuple[int, int, int], form: str) -> None:
     """The kernels of rows that do not fit with all their sources, at small sizes."""
-    monkeypatch.setattr(mix, "NARROW", 0)
+    monkeypatch.setattr(mix, "WIDE", 0)
     mix.plan.cache_clear()
     inputs = draw(*size)
     got, want = (run(inputs, name, form != "mix", form == "site_update") for name in ("triton", "reference"))
@@ -93,10 +93,10 @@ def test_wide_rows(monkeypatch: pytest.MonkeyPatch, size: tuple[int, int, int], 
     compare(got, want, limit_for(size[0]))
 
 
-@pytest.mark.parametrize("narrow", [4096, 0])
-def test_sources_handed_from_site_to_site(monkeypatch: pytest.MonkeyPatch, narrow: int) -> None:
+@pytest.mark.parametrize("wide", [4096, 0])
+def test_sources_handed_from_site_to_site(monkeypatch: pytest.MonkeyPatch, wide: int) -> None:
     """Two sites, the second on what the first hands on, beside two sites on the same tensors."""
-    monkeypatch.setattr(mix, "NARROW", narrow)
+    monkeypatch.setattr(mix, "WIDE", wide)
     mix.plan.cache_clear()
     found = []
     for handed, dtype in ((True, torch.float32), (False, torch.float64)):
@@ -133,7 +133,7 @@ def test_plan_covers_every_source() -> None:
         for D in (1, 64, 512, 768, 2048, 4096, 7168, 8192):
             for itemsize in (2, 4):
                 p = mix.plan(R, D, itemsize)
-                assert 1 <= p.GROUP <= R and 0 <= p.HELD <= R and p.BLOCK >= D and p.programs >= 1
+                assert 1 <= p.GROUP <= R and 1 <= p.backward_group <= R and p.BLOCK >= D and p.programs >= 1
                 for warps in (p.forward_warps, p.backward_warps):
                     assert p.BLOCK % (32 * warps * p.VEC) == 0
 
@@ -146,9 +146,9 @@ def test_zero_query_is_the_average_and_has_a_gradient() -> None:
     assert got[5].abs().max() > 0
 
 
-@pytest.mark.parametrize("narrow", [4096, 0])
-def test_nan_stays_in_its_token(monkeypatch: pytest.MonkeyPatch, narrow: int) -> None:
-    monkeypatch.setattr(mix, "NARROW", narrow)
+@pytest.mark.parametrize("wide", [4096, 0])
+def test_nan_stays_in_its_token(monkeypatch: pytest.MonkeyPatch, wide: int) -> None:
+    monkeypatch.setattr(mix, "WIDE", wide)
     mix.plan.cache_clear()
     inputs, outputs = draw(3, 6, 24), []
     for poison in (0.0, torch.nan):

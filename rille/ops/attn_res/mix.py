@@ -23,61 +23,63 @@ from rille.ops.attn_res import mix_kernels, wide_kernels
 MOST_SOURCES, WIDEST = 16, 8192
 # Registers of a thread that sources may fill: forward, while a group is summed and the next one arrives; backward.
 FORWARD_REGISTERS, BACKWARD_REGISTERS = 64, 32
-
-
-# Rows of more than so many elements run through `wide_kernels`, whose forward keeps so many bytes on their way.
-NARROW, STREAM_BYTES = 4096, 11 << 14
+# Rows of at least so many elements run backward through `wide_kernels`.
+WIDE = 4096
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How programs cover rows. VEC elements of BLOCK make one load; `programs` of a processor share the rows backward.
+    """How programs cover rows. VEC elements of BLOCK make one load. Registers are limited so that
+    `forward_programs` and `programs` run on a processor at once; the latter share the rows backward.
 
-    Narrow forward: STEP rows one after another, sources in groups of GROUP. Narrow backward: HELD sources in registers.
-    Wide forward: `forward_programs` of a processor, STAGES - 1 sources on their way to each.
+    Forward: STEP rows one after another, sources in groups of GROUP; AHEAD: the next row's first group is loaded before
+    a row ends. Backward: sources in groups of `backward_group`, or one at a time in a loop (`loops`).
     """
 
     BLOCK: int
     VEC: int
     STEP: int
     GROUP: int
+    AHEAD: bool
     forward_warps: int
-    HELD: int
+    forward_programs: int
+    backward_group: int
     backward_warps: int
     programs: int
-    wide_forward: bool
-    wide_backward: bool
-    STAGES: int
-    forward_programs: int
+    loops: bool
 
 
 @cache
 def plan(R: int, D: int, itemsize: int) -> Plan:
-    """Sizes found by compiling for sm_90. Narrow: 16 elements a thread forward and 8 backward need 128 registers or
-    fewer. Wide: 32 forward, for what a warp does once a source weighs less then, and 16 backward."""
+    """Sizes found by compiling for sm_90: 16 elements a thread forward and 8 backward need 128 registers or fewer."""
     VEC = 16 // itemsize
     BLOCK = max(32 * VEC, 1 << (D - 1).bit_length())
-    wide = BLOCK > NARROW
-    most_warps = BLOCK // (32 * VEC)
-    forward_warps = min(8, most_warps) if wide else max(1, BLOCK // 512)
-    registers = registers_of_a_source(BLOCK, forward_warps, itemsize)
-    if R * registers <= FORWARD_REGISTERS:
-        GROUP = R
-    else:
-        most = max(1, FORWARD_REGISTERS // (2 * registers))
-        GROUP = -(-R // -(-R // most))  # groups of nearly one size
-    backward_warps = min(16, most_warps) if wide else max(1, BLOCK // 256)
-    HELD = min(R, BACKWARD_REGISTERS // registers_of_a_source(BLOCK, backward_warps, itemsize))
-    STAGES = 1 + STREAM_BYTES // (BLOCK * itemsize)
-    programs = max(1, 16 // backward_warps)
+    forward_warps = min(16, max(1, BLOCK // 512))
+    GROUP = group_of(R, registers_of_a_source(BLOCK, forward_warps, itemsize), FORWARD_REGISTERS)
+    backward_warps = min(16, max(1, BLOCK // 256))
+    backward_group = group_of(R, registers_of_a_source(BLOCK, backward_warps, itemsize), BACKWARD_REGISTERS)
     STEP = max(1, 4096 // BLOCK)
     return Plan(
-        BLOCK, VEC, STEP, GROUP, forward_warps, HELD, backward_warps, programs, wide, BLOCK >= NARROW, STAGES, 1
-    )
+        BLOCK, VEC, STEP, GROUP, False, forward_warps, max(1, 16 // forward_warps), backward_group, backward_warps,
+        max(1, 16 // backward_warps), R > 1 and BLOCK >= WIDE,
+    )  # fmt: skip
+
+
+def group_of(R: int, registers: int, most: int) -> int:
+    """Sources of a group, whose registers stand beside those of the next one; all where they fit."""
+    if R * registers <= most:
+        return R
+    count = max(1, most // (2 * registers))
+    return -(-R // -(-R // count))  # groups of nearly one size
 
 
 def registers_of_a_source(BLOCK: int, warps: int, itemsize: int) -> int:
     return max(1, BLOCK * itemsize // (4 * 32 * warps))
+
+
+def registers_of_a_thread(warps: int, programs: int) -> int:
+    """With which so many programs run on a processor at once."""
+    return min(255, 65536 // (32 * warps * programs) // 8 * 8)
 
 
 def interpreting() -> bool:
@@ -105,12 +107,9 @@ def mix(
         arguments = (tuple(sources), update, query, gain, norm_gain, out, running, stats, N, eps)
         flags: dict[str, Any] = dict(UPDATE=update is not None, NORM=norm_gain is not None, STATS=save)
         flags |= dict(D=D, BLOCK=p.BLOCK, LANES=32 * p.forward_warps, VEC=p.VEC, num_warps=p.forward_warps)
-        if p.wide_forward:
-            launch: Any = wide_kernels.wide_forward[(min(N, p.forward_programs * processors(out.device)),)]
-            launch(*arguments, STAGES=p.STAGES, **flags)
-        else:
-            launch = mix_kernels.mix_forward[(-(-N // p.STEP),)]
-            launch(*arguments, STEP=p.STEP, GROUP=p.GROUP, **flags)
+        flags |= dict(maxnreg=registers_of_a_thread(p.forward_warps, p.forward_programs))
+        launch: Any = mix_kernels.mix_forward[(-(-N // p.STEP),)]
+        launch(*arguments, STEP=p.STEP, GROUP=p.GROUP, AHEAD=p.AHEAD, **flags)
     return out, running, stats
 
 
@@ -144,12 +143,13 @@ def mix_backward(
         arguments = (tuple(sources), tuple(grads), added, d_out, query, gain, norm_gain, stats, partial, N, eps)
         flags: dict[str, Any] = dict(NORM=normed, BESIDE=which)
         flags |= dict(D=D, BLOCK=p.BLOCK, LANES=32 * p.backward_warps, VEC=p.VEC, num_warps=p.backward_warps)
-        if p.wide_backward:
+        flags |= dict(maxnreg=registers_of_a_thread(p.backward_warps, p.programs))
+        if p.loops:
             launch: Any = wide_kernels.wide_backward[(programs,)]
             launch(*arguments, **flags)
         else:
             launch = mix_kernels.mix_backward[(programs,)]
-            launch(*arguments, HELD=p.HELD, **flags)
+            launch(*arguments, GROUP=p.backward_group, **flags)
     return grads, partial.sum(0)
 
 

@@ -13,9 +13,11 @@ Backward, for a gradient g of h:
     ds_j = a_j (<g, V_j> - <g, h>)
     dV_j = a_j g + ds_j r_j w - ds_j t_j r_j^3 / D V_j              dw = sum over tokens and sources of ds_j r_j V_j
 
-dV_j needs all <g, V_j> first: HELD sources stay in registers meanwhile, the others are read again, from the cache.
-With NORM g is first led through the norm, which takes h, made again from the sources. dw is summed in registers over
-the rows of a program, one partial sum a program, added up in order by a second pass: the same bits every time.
+dV_j needs all <g, V_j> first, and with NORM g is first led through the norm, which takes h, made again from the
+sources: two or three runs over the sources of a row, in groups, one ahead. A run goes the other way than the one before
+and finds its first group in registers (where all are one group, all of them); the others come from the cache. dw is
+summed in registers over the rows of a program, one partial sum a program, added up in order by a second pass: the same
+bits every time.
 
 Suffixes: B block of D, a power of two. N tokens, D width, R sources, P the
 next power of two, C columns of stats.
@@ -96,17 +98,22 @@ def load_group(
 @triton.jit
 def mix_forward(
     sources, update, query, gain, norm_gain, out, running, stats, N, eps,
-    D: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr,
-    VEC: tl.constexpr, UPDATE: tl.constexpr, NORM: tl.constexpr, STATS: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr,
+    LANES: tl.constexpr, VEC: tl.constexpr, UPDATE: tl.constexpr, NORM: tl.constexpr, STATS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (N / STEP)."""
+    """Grid (N / STEP). With AHEAD the first group of a row is on its way before the row before it ends."""
+    R: tl.constexpr = len(sources)
     d_B = tl.arange(0, BLOCK)
     first_row = tl.program_id(0).to(tl.int64) * STEP
+    if AHEAD:
+        group = load_group(sources, update, running, first_row * D, d_B, D, 0, GROUP, UPDATE)
     for row in range(first_row, tl.minimum(first_row + STEP, N)):
         start = row * D
-        h_B = mixture(
-            sources, update, query, gain, running, stats, row, start, d_B, eps, D, BLOCK, GROUP, LANES, VEC, UPDATE,
-            NORM, STATS,
+        if not AHEAD:
+            group = load_group(sources, update, running, start, d_B, D, 0, GROUP, UPDATE)
+        h_B, group = mixture(
+            group, sources, update, query, gain, running, stats + row * (2 * R + NORM), start,
+            tl.minimum(row + 1, N - 1) * D, d_B, eps, D, BLOCK, GROUP, AHEAD, LANES, VEC, UPDATE, STATS,
         )  # fmt: skip
         dtype: tl.constexpr = out.dtype.element_ty
         out_B = h_B.to(dtype)
@@ -117,26 +124,27 @@ def mix_forward(
             # The norm rounds before its gain, and the product is rounded again.
             out_B = ((wide_B * r).to(dtype).to(tl.float32) * n_B).to(dtype)
             if STATS:
-                R: tl.constexpr = len(sources)
                 tl.store(stats + row * (2 * R + 1) + 2 * R, r)
         tl.store(out + start + d_B, out_B, mask=d_B < D)
 
 
 @triton.jit
 def mixture(
-    sources, update, query, gain, running, stats, row, start, d_B, eps,
-    D: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
-    UPDATE: tl.constexpr, NORM: tl.constexpr, STATS: tl.constexpr,
+    group, sources, update, query, gain, running, of_row, start, next_start, d_B, eps,
+    D: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr, LANES: tl.constexpr,
+    VEC: tl.constexpr, UPDATE: tl.constexpr, STATS: tl.constexpr,
 ):  # fmt: skip
-    """h of one row, fp32."""
+    """h of one row, fp32, and the first group of the next one with AHEAD; group: the first one of this row."""
     R: tl.constexpr = len(sources)
-    of_row = stats + row * (2 * R + NORM)
-    group = load_group(sources, update, running, start, d_B, D, 0, GROUP, UPDATE)
     w_B = weights_of_score(query, gain, d_B, D)
     top, total = float("-inf"), 0.0
     h_B = tl.zeros([BLOCK], tl.float32)
     for first in tl.static_range(0, R, GROUP):
-        following = load_group(sources, update, running, start, d_B, D, first + GROUP, GROUP, UPDATE)
+        following = group
+        if first + GROUP < R:
+            following = load_group(sources, update, running, start, d_B, D, first + GROUP, GROUP, UPDATE)
+        elif AHEAD:
+            following = load_group(sources, update, running, next_start, d_B, D, 0, GROUP, UPDATE)
         sums = ()
         for j in tl.static_range(len(group)):
             v_B = group[j].to(tl.float32)
@@ -159,7 +167,7 @@ def mixture(
             total += e
             h_B += e * group[j].to(tl.float32)
         top, group = highest, following
-    return h_B / total
+    return h_B / total, group
 
 
 @triton.jit
@@ -179,13 +187,18 @@ def pick(x_P, j_P, j):
 
 
 @triton.jit
-def again(held, sources, start, d_B, D: tl.constexpr, j: tl.constexpr):
-    """Source j of a row, from registers where it is held, else from memory."""
-    if j < len(held):
-        v_B = held[j].to(tl.float32)
-    else:
-        v_B = tl.load(sources[j] + start + d_B, mask=d_B < D, other=0.0).to(tl.float32)
-    return v_B
+def load_beside(
+    beside, start, d_B, D: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, BESIDE: tl.constexpr
+):  # fmt: skip
+    """What is beside the gradients of a group of sources; a number in the place of those with nothing."""
+    out = ()
+    for j in tl.static_range(FIRST, FIRST + COUNT):
+        if j < len(beside):
+            if (BESIDE >> j) % 2 == 1:
+                out = out + (tl.load(beside[j] + start + d_B, mask=d_B < D, other=0.0),)
+            else:
+                out = out + (0,)
+    return out
 
 
 @triton.jit
@@ -206,13 +219,18 @@ def through_norm(
 @triton.jit
 def mix_backward(
     sources, grads, beside, d_out, query, gain, norm_gain, stats, partial, N, eps,
-    D: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
     NORM: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
     """Grid (G), each program a share of the rows. partial [G, 1 + NORM, D]: dw, the gradient of the norm's gain. Bit j
     of BESIDE: the gradient of source j from elsewhere is beside[j] and is added."""
     R: tl.constexpr = len(sources)
     P: tl.constexpr = triton.next_power_of_2(R)
+    LAST: tl.constexpr = (R + GROUP - 1) // GROUP - 1  # of the groups
+    # Groups of the second run go down after a first one, else up; those of the last run the other way.
+    SIGN: tl.constexpr = -1 if NORM else 1
+    BOTTOM: tl.constexpr = LAST if NORM else 0
+    TOP: tl.constexpr = 0 if NORM else LAST
     DTYPE: tl.constexpr = d_out.dtype.element_ty
     d_B, j_P = tl.arange(0, BLOCK), tl.arange(0, P)
     dw_B = tl.zeros([BLOCK], tl.float32)
@@ -221,20 +239,41 @@ def mix_backward(
     for row in range(tl.program_id(0).to(tl.int64), N, tl.num_programs(0)):
         start = row * D
         of_row = stats + row * (2 * R + NORM)
-        g_B = tl.load(d_out + start + d_B, mask=d_B < D, other=0.0).to(tl.float32)
-        held = load_group(sources, d_out, d_out, start, d_B, D, 0, HELD, False)
+        g_B = tl.load(d_out + start + d_B, mask=d_B < D, other=0.0)
+        group = load_group(sources, d_out, d_out, start, d_B, D, 0, GROUP, False)
         t_P, r_P, a_P = softmax_of(of_row, j_P, R)
         if NORM:
             h_B = tl.zeros([BLOCK], tl.float32)
-            for j in tl.static_range(R):
-                h_B += pick(a_P, j_P, j) * again(held, sources, start, d_B, D, j)
+            for k in tl.static_range(LAST + 1):
+                following = group
+                if k < LAST:
+                    following = load_group(sources, d_out, d_out, start, d_B, D, (k + 1) * GROUP, GROUP, False)
+                for i in tl.static_range(len(group)):
+                    h_B += pick(a_P, j_P, k * GROUP + i) * group[i].to(tl.float32)
+                group = following
             n_B = tl.load(norm_gain + d_B, mask=d_B < D, other=0.0).to(DTYPE).to(tl.float32)
             r = tl.load(of_row + 2 * R)
-            g_B, added_B = through_norm(g_B, h_B, r, n_B, eps, D, LANES, VEC, DTYPE)
+            g_B, added_B = through_norm(g_B.to(tl.float32), h_B, r, n_B, eps, D, LANES, VEC, DTYPE)
             dgain_B += added_B
+        else:
+            g_B = g_B.to(tl.float32)
         sums = ()
-        for j in tl.static_range(R):
-            sums = sums + (within(g_B * again(held, sources, start, d_B, D, j), LANES, VEC),)
+        for k in tl.static_range(LAST + 1):
+            following = group
+            if k < LAST:
+                following = load_group(
+                    sources, d_out, d_out, start, d_B, D, (BOTTOM + SIGN * (k + 1)) * GROUP, GROUP, False
+                )  # fmt: skip
+            of_group = ()
+            for i in tl.static_range(len(group)):
+                of_group = of_group + (within(g_B * group[i].to(tl.float32), LANES, VEC),)
+            if NORM:
+                sums = of_group + sums
+            else:
+                sums = sums + of_group
+            group = following
+        # Every load stands before the stores that come ahead of its use: none moves across a store on its own.
+        added = load_beside(beside, start, d_B, D, TOP * GROUP, GROUP, BESIDE)
         da = totals(sums)
         da_P = tl.zeros([P], tl.float32)
         for j in tl.static_range(R):
@@ -242,14 +281,23 @@ def mix_backward(
         along_w_P = a_P * (da_P - tl.sum(a_P * da_P, 0)) * r_P
         along_v_P = -along_w_P * t_P * r_P * r_P / D
         w_B = weights_of_score(query, gain, d_B, D)
-        for j in tl.static_range(R):
-            v_B = again(held, sources, start, d_B, D, j)
-            along_w = pick(along_w_P, j_P, j)
-            dw_B += along_w * v_B
-            dv_B = pick(a_P, j_P, j) * g_B + along_w * w_B + pick(along_v_P, j_P, j) * v_B
-            if (BESIDE >> j) % 2 == 1:
-                dv_B += tl.load(beside[j] + start + d_B, mask=d_B < D, other=0.0).to(tl.float32)
-            tl.store(grads[j] + start + d_B, dv_B.to(DTYPE), mask=d_B < D)
+        for k in tl.static_range(LAST + 1):
+            following, added_next = group, added
+            if k < LAST:
+                following = load_group(
+                    sources, d_out, d_out, start, d_B, D, (TOP - SIGN * (k + 1)) * GROUP, GROUP, False
+                )  # fmt: skip
+                added_next = load_beside(beside, start, d_B, D, (TOP - SIGN * (k + 1)) * GROUP, GROUP, BESIDE)
+            for i in tl.static_range(len(group)):
+                v_B = group[i].to(tl.float32)
+                along_w = pick(along_w_P, j_P, (TOP - SIGN * k) * GROUP + i)
+                dw_B += along_w * v_B
+                dv_B = pick(a_P, j_P, (TOP - SIGN * k) * GROUP + i) * g_B + along_w * w_B
+                dv_B += pick(along_v_P, j_P, (TOP - SIGN * k) * GROUP + i) * v_B
+                if (BESIDE >> ((TOP - SIGN * k) * GROUP + i)) % 2 == 1:
+                    dv_B += added[i].to(tl.float32)
+                tl.store(grads[(TOP - SIGN * k) * GROUP + i] + start + d_B, dv_B.to(DTYPE), mask=d_B < D)
+            group, added = following, added_next
     partial_B = partial + tl.program_id(0).to(tl.int64) * ((1 + NORM) * D) + d_B
     tl.store(partial_B, dw_B, mask=d_B < D)
     if NORM:

@@ -26,18 +26,23 @@ FLAGS = {"update": "UPDATE", "norm_gain": "NORM"}
 def forward(R: int, D: int, fused: bool = False) -> Specimen:
     p, name = mix.plan(R, D, 2), f"forward_r{R}_d{D}{'_site' if fused else ''}"
     sizes: dict[str, Any] = dict(D=D, BLOCK=p.BLOCK, LANES=32 * p.forward_warps, VEC=p.VEC)
-    sizes |= dict(STAGES=p.STAGES) if p.wide_forward else dict(STEP=p.STEP, GROUP=p.GROUP)
-    kernel = wide_kernels.wide_forward if p.wide_forward else mix_kernels.mix_forward
+    sizes |= dict(STEP=p.STEP, GROUP=p.GROUP, AHEAD=p.AHEAD)
+    kernel = mix_kernels.mix_forward
     flags = dict(UPDATE=fused, NORM=fused, STATS=True)
-    return specimen(name, kernel, R, D, p.forward_warps, sizes | flags)
+    most = mix.registers_of_a_thread(p.forward_warps, p.forward_programs)
+    return specimen(name, kernel, R, D, p.forward_warps, sizes | flags, maxnreg=most)
 
 
 def backward(R: int, D: int, fused: bool = False) -> Specimen:
     p, name = mix.plan(R, D, 2), f"backward_r{R}_d{D}{'_site' if fused else ''}"
     sizes: dict[str, Any] = dict(D=D, BLOCK=p.BLOCK, LANES=32 * p.backward_warps, VEC=p.VEC)
-    sizes |= {} if p.wide_backward else dict(HELD=p.HELD)
-    kernel = wide_kernels.wide_backward if p.wide_backward else mix_kernels.mix_backward
-    return specimen(name, kernel, R, D, p.backward_warps, sizes | dict(NORM=fused, BESIDE=(1 << R) - 1 if fused else 0))
+    sizes |= {} if p.loops else dict(GROUP=p.backward_group)
+    kernel = wide_kernels.wide_backward if p.loops else mix_kernels.mix_backward
+    sizes |= dict(NORM=fused, BESIDE=(1 << R) - 1 if fused else 0)
+    limits: dict[str, Any] = dict(maxnreg=mix.registers_of_a_thread(p.backward_warps, p.programs))
+    if fused:
+        limits |= dict(max_spill_bytes=256, reason="one running sum more than registers hold")
+    return specimen(name, kernel, R, D, p.backward_warps, sizes, **limits)
 
 
 SHAPES = [(9, 7168), (5, 7168), (9, 4096), (4, 2048), (5, 512)]

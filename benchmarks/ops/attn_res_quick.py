@@ -1,0 +1,116 @@
+"""The main times of Attention Residuals on one GPU, without the gate of `attn_res.py`, in less than a minute.
+
+    PYTHONPATH=. python3 benchmarks/ops/attn_res_quick.py --out FOLDER
+
+A mixture of nine sources beside fast-attnres, other forms of the kernels, and all sites of two models beside plain
+residuals with the same norms. Medians in ms: of CUDA graphs, and with "events" of single calls from Python, the cache
+emptied before each. Every part has a process, so that one that fails spoils no other; FOLDER/attn_res_quick.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from attn_res import (
+    BF16,
+    SHAPES,
+    STACKS,
+    copy_speed,
+    draw,
+    forms,
+    median_ms,
+    peers,
+    stack,
+    timed,
+    with_gradient,
+)
+
+PARTS = ("ours", "fast", "nano", "2048", "narrow")
+
+
+def calls_of(part: str) -> dict[str, Callable[[], Any]]:
+    if part in ("nano", "2048"):
+        sizes = STACKS[part == "2048"]
+        return {f"{part} {name}": stack(*sizes, mixes) for name, mixes in (("plain", False), ("attn_res", True))}
+    case = draw(*SHAPES[0], BF16, True)
+    if part == "fast":
+        call, leaves = peers(case, ["fast"]).get("fast"), [*case.sources, case.query]
+        if call is None:
+            raise SystemExit("attnres (the package fast-attnres) is not installed")
+    else:
+        call, leaves = case.mix, case.leaves(False)
+    step = with_gradient(call, leaves)
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return call()
+
+    found = {f"{part} R9 D7168 f": forward, f"{part} R9 D7168 fb": step}
+    if part == "ours":
+        found |= forms(*SHAPES[0], False) | forms(*SHAPES[0], True)
+    return found
+
+
+def child(part: str) -> None:
+    """Compile and run once, wait for a line on the standard input, so that nothing else is on the card, then time."""
+    calls = forms(5, 131072, 512, True) | forms(3, 131072, 512, True) if part == "narrow" else calls_of(part)
+    row: dict[str, Any] = {"work": part}
+    for name, call in list(calls.items()):
+        try:
+            call()
+        except (RuntimeError, ValueError, TypeError, triton.TritonError) as error:
+            print(f"  FAIL {name}: {str(error).splitlines()[0][:160]}", file=sys.stderr, flush=True)
+            del calls[name]
+    torch.cuda.synchronize()
+    print("ready", flush=True)
+    sys.stdin.readline()
+    if part == "ours":
+        row["copy TB/s"] = copy_speed() * 1e-9
+    for name, call in calls.items():
+        row[f"{name} events"] = median_ms(call, 25)
+        if part != "fast":  # it cannot be captured, and a failed capture poisons the process
+            timed(row, name, call)
+    print(json.dumps(row), flush=True)
+
+
+def run(out: Path) -> None:
+    """All parts compile at once, on a processor each, and are timed one after another."""
+    here = [sys.executable, __file__, "--part"]
+    parts = {
+        part: subprocess.Popen([*here, part], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for part in PARTS
+    }
+    rows, failed = [], [part for part, process in parts.items() if "ready\n" not in (process.stdout or ())]
+    for part, process in parts.items():
+        answer = process.communicate("go\n" if part not in failed else None)[0].strip().splitlines()
+        if part in failed or process.returncode or not answer:
+            print(f"  FAIL {part}: exit {process.returncode}", flush=True)
+            failed += [part] if part not in failed else []
+            continue
+        rows.append(json.loads(answer[-1]))
+        for name, value in rows[-1].items():
+            print(f"{name:<36}{value:>10.4f}" if isinstance(value, float) else f"{value}", flush=True)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "attn_res_quick.json").write_text(json.dumps(rows, indent=1))
+    if failed:
+        raise SystemExit(f"parts that did not end well: {', '.join(failed)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("."))
+    parser.add_argument("--part", choices=PARTS, help="one part, which waits for a line before it is timed")
+    options = parser.parse_args()
+    child(options.part) if options.part else run(options.out)
+
+
+if __name__ == "__main__":
+    main()
