@@ -1,0 +1,79 @@
+"""Streams of events: nothing is lost or reordered, silence is broken, errors and closings reach the source."""
+
+import asyncio
+import json
+
+import pytest
+
+from rille.serve.sse import PING, event, to_json, with_pings
+
+
+class Source:
+    """parts: bytes to give, seconds to be silent, or an error to raise."""
+
+    def __init__(self, *parts):
+        self.parts, self.is_closed = parts, False
+
+    async def __call__(self):
+        try:
+            for part in self.parts:
+                if isinstance(part, Exception):
+                    raise part
+                if isinstance(part, float):
+                    await asyncio.sleep(part)
+                else:
+                    yield part
+        finally:
+            self.is_closed = True
+
+
+def heard(source: Source, silence_s: float = 10.0, stop_after: int | None = None) -> list[bytes]:
+    async def listen() -> list[bytes]:
+        stream, parts = with_pings(source(), silence_s), []
+        try:
+            async for part in stream:
+                parts.append(part)
+                if len(parts) == stop_after:
+                    break
+        finally:
+            await stream.aclose()
+        return parts
+
+    return asyncio.run(listen())
+
+
+def test_all_comes_in_order_and_at_once_what_was_there():
+    source = Source(*[b"%d," % i for i in range(100)], 0.01, b"end")
+    parts = heard(source)
+    assert b"".join(parts) == b"".join(b"%d," % i for i in range(100)) + b"end"
+    assert len(parts) < 100 and source.is_closed
+
+
+def test_silence_is_broken():
+    parts = heard(Source(b"a", 0.2, b"b"), silence_s=0.02)
+    assert parts[0] == b"a" and parts[-1] == b"b" and set(parts[1:-1]) == {PING} and len(parts) > 3
+    assert heard(Source(b"a", 0.01, b"b")) == [b"a", b"b"] and heard(Source()) == []
+
+
+def test_an_error_comes_behind_what_was_said():
+    parts = []
+
+    async def listen():
+        async for part in with_pings(Source(b"a", ValueError("broken"))()):
+            parts.append(part)
+
+    with pytest.raises(ValueError, match="broken"):
+        asyncio.run(listen())
+    assert parts == [b"a"]
+
+
+def test_whoever_leaves_closes_the_source():
+    source = Source(b"a", 30.0, b"b")
+    assert heard(source, stop_after=1) == [b"a"] and source.is_closed
+
+
+def test_events_are_json_in_lines():
+    assert event({"a": "é\n"}, "name") == 'event: name\ndata: {"a":"é\\n"}\n\n'.encode()
+    assert json.loads(to_json({"half": "\ud800"})) == {"half": "\ud800"}
+    with pytest.raises(ValueError, match="JSON"):
+        to_json({"no": float("nan")})
