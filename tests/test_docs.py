@@ -15,6 +15,8 @@ DOCUMENTS = (
     "docs/api.md",
     "docs/chat.md",
     "docs/data.md",
+    "docs/eval.md",
+    "docs/results.md",
     "docs/paper-map.md",
 )
 RUN = ("README.md", "docs/api.md", "docs/chat.md")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]
@@ -42,6 +43,8 @@ class HarnessModel(LM):
 
 def harness(config: HarnessConfig) -> list[dict]:
     """Ask, show, and give the rows: one for each task and measure. Raises ValueError for tasks that are not known."""
+    if config.include is not None and not Path(config.include).is_dir():
+        raise ValueError(f"include is {config.include}, which is no folder; name one with task descriptions")
     manager = TaskManager(include_path=config.include)
     if unknown := [name for name in config.tasks if name not in manager.all_tasks]:
         raise ValueError(f"the harness knows no task {', '.join(unknown)}; `lm_eval ls tasks` lists them")

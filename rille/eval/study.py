@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
-from time import perf_counter
 
 import torch
 from rich.console import Console
@@ -58,10 +57,9 @@ def run_study(study: Study, config: StudyConfig) -> Path:
             check_same(plan)
         built = is_dataset(config.data.path)
         corpus = open_built(config.data) if built else prepare_corpus(config.data, out / "corpus")
-        started = perf_counter()
         with progress(len(plans), config.steps) as tell:
             runs = [Finished(name, seed, rows_of(plan, corpus, tell(name, seed))) for name, seed, plan in plans]
-        report(study, config, runs, perf_counter() - started)
+        report(study, config, runs)
     return out
 
 
@@ -120,9 +118,10 @@ def progress(runs: int, steps: int) -> Iterator:
         yield lambda name, seed: Told(f"{name}, seed {seed}", bar, steps)
 
 
-def report(study: Study, config: StudyConfig, runs: list[Finished], seconds: float) -> None:
+def report(study: Study, config: StudyConfig, runs: list[Finished]) -> None:
     """Write study.json and study.png, print the table."""
     out, rows = Path(config.out), compare(study, runs)
+    seconds = sum(config.data.batch_tokens / row["tokens_per_second"] for run in runs for row in run.rows)
     facts = {
         "study": study.name,
         "question": study.line,
@@ -131,7 +130,7 @@ def report(study: Study, config: StudyConfig, runs: list[Finished], seconds: flo
         "settings": settings(config.run("VARIANT", {}, config.seeds[0])),
         "variants": study.variants,
         "machine": machine(config.device),
-        "seconds": round(seconds, 1),
+        "seconds_of_steps": round(seconds, 1),
         "comparison": as_json(rows),
     }
     write_whole(out / "study.json", json.dumps(facts, indent=1))
@@ -140,7 +139,7 @@ def report(study: Study, config: StudyConfig, runs: list[Finished], seconds: flo
     console.print(comparison_table(study, rows))
     for remark in study.remarks:
         console.print(remark, highlight=False)
-    print(f"{out / 'study.json'}, {out / 'study.png'}; {seconds:.0f} s in this call")
+    print(f"{out / 'study.json'}, {out / 'study.png'}; {seconds:.0f} s of training steps in all")
 
 
 def machine(device: str) -> str:

@@ -116,5 +116,7 @@ def test_the_harness_is_answered(run, opened, tmp_path, monkeypatch, capsys):
         {"task": "toy", "measure": "em, strict", "value": 0.5, "standard error": None},
     ]
     assert "toy" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="include is nowhere, which is no folder"):
+        harness.harness(HarnessConfig(checkpoint=str(run), tasks=("toy",), include="nowhere"))
     with pytest.raises(ValueError, match="the harness knows no task tow"):
         harness.harness(HarnessConfig(checkpoint=str(run), tasks=("tow",)))
