@@ -1,4 +1,4 @@
-"""The main times of Attention Residuals on one GPU, without the gate of `attn_res.py`, in less than a minute.
+"""The main times of Attention Residuals on one GPU, and a few cases of the gate of `attn_res.py`, in about a minute.
 
     PYTHONPATH=. python3 benchmarks/ops/attn_res_quick.py --out FOLDER
 
@@ -21,8 +21,11 @@ import torch
 import triton
 from attn_res import (
     BF16,
+    GATE,
     SHAPES,
     STACKS,
+    check_case,
+    check_handed,
     copy_speed,
     draw,
     forms,
@@ -33,7 +36,7 @@ from attn_res import (
     with_gradient,
 )
 
-PARTS = ("ours", "fast", "nano", "2048", "narrow")
+PARTS = ("ours", "fast", "nano", "2048", "narrow", "gate")
 
 
 def calls_of(part: str) -> dict[str, Callable[[], Any]]:
@@ -57,6 +60,17 @@ def calls_of(part: str) -> dict[str, Callable[[], Any]]:
     if part == "ours":
         found |= forms(*SHAPES[0], False) | forms(*SHAPES[0], True)
     return found
+
+
+def gate() -> None:
+    rows = [row for case in (GATE[0], GATE[1], GATE[3]) for row in check_case(*case)]
+    rows += [check_handed(9, 70, 7168, BF16), check_handed(4, 130, 2048, BF16)]
+    print("ready", flush=True)
+    sys.stdin.readline()
+    print(json.dumps({"work": "gate"} | {what: error for what, error, _ in rows}), flush=True)
+    failed = [f"{what}: {error:.1e}, at most {limit:.0e}" for what, error, limit in rows if not error <= limit]
+    if failed:
+        raise SystemExit("\n".join(failed))
 
 
 def child(part: str) -> None:
@@ -109,7 +123,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("."))
     parser.add_argument("--part", choices=PARTS, help="one part, which waits for a line before it is timed")
     options = parser.parse_args()
-    child(options.part) if options.part else run(options.out)
+    if options.part is None:
+        run(options.out)
+    elif options.part == "gate":
+        gate()
+    else:
+        child(options.part)
 
 
 if __name__ == "__main__":
