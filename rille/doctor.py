@@ -36,11 +36,20 @@ class Extra:
 EXTRAS = (
     Extra("gpu", ("triton",), "kernels on NVIDIA cards; without it the operations run as plain PyTorch"),
     Extra("data", ("pyarrow", "rensa", "zstandard"), "`rille data`, and training on .parquet and .zst files"),
-    Extra("serve", ("llguidance",), "replies held to a grammar"),
+    Extra(
+        "serve",
+        ("llguidance", "fastapi", "uvicorn", "pydantic", "prometheus-client"),
+        "`rille serve`, and replies held to a grammar",
+    ),
+    Extra("events", ("pyzmq", "msgspec"), "`rille serve` tells routers what its cache holds"),
+    Extra("eval", ("lm-eval",), "`rille eval harness`: question suites"),
     Extra("hf", ("datasets",), "data sets of the Hugging Face hub as sources"),
     Extra(
         "dev",
-        ("pytest", "pytest-xdist", "hypothesis", "ruff", "pyright", "import-linter", "transformers"),
+        (
+            *("pytest", "pytest-xdist", "hypothesis", "ruff", "pyright", "import-linter"),
+            *("transformers", "anthropic", "openai", "playwright"),
+        ),
         "tests and checks of Rille itself",
     ),
 )

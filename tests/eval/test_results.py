@@ -36,9 +36,11 @@ def test_the_page_says_what_was_found(file):
     first = facts["comparison"][0]["variant"]
     assert [row["reading"] for row in facts["comparison"]] == [r.name for r in study.readings for _ in study.variants]
     assert not [row for row in facts["comparison"] if as_row(row, first) not in lines]
-    assert f"rille study {study.name}\n" in PAGE
+    steps = "" if facts["steps"] == study.config.steps else f" --steps {facts['steps']}"
+    every = facts["settings"]["eval_every"]
+    every = "" if every == study.config.eval_every else f" --eval-every {every}"
+    assert f"\nrille study {study.name}{steps}{every}\n" in PAGE, "the command that makes the same runs"
     assert f"{facts['seconds_of_steps']:.0f} s of" in PAGE
-    assert facts["steps"] == study.config.steps, "the command alone must make the same runs"
     assert file.with_suffix(".png").exists()
 
 
