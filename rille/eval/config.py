@@ -141,7 +141,7 @@ class LearnConfig:
     lengths: tuple[int, ...] = (64, 128)
     """Lengths that the trained model is tested at."""
 
-    symbols: int = 32
+    symbols: int = 64
     """Size of the vocabulary."""
 
     stacks: int = 8

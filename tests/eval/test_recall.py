@@ -77,6 +77,13 @@ def test_one_step_teaches_nothing(task, mixer, capsys):
     assert "not within 1 updates" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize("task", ["palindrome", "mqar", "stack"])
+def test_the_defaults_fit_every_task(task):
+    config = LearnConfig(task=task)
+    for length in (config.length, *config.lengths):
+        assert recall_task(task, config.symbols, config.stacks).make(length, np.random.default_rng(0)).asked.any()
+
+
 def test_mistakes():
     with pytest.raises(ValueError, match="has 16 pairs, of 4 keys"):
         learn(LearnConfig(task="mqar", symbols=8))
