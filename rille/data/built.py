@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -45,9 +45,17 @@ class BuiltText:
         """int64 [W]: how often each id is a target."""
         return self.dataset.counts
 
-    def loader(self, batch_tokens: int, sequence_length: int, seed: int) -> MixedLoader:
-        """Batches by the set's mixture."""
-        return MixedLoader(self.dataset, batch_tokens, sequence_length, seed)
+    def loader(
+        self, batch_tokens: int, sequence_length: int, seed: int, shares: Mapping[str, float] | None = None
+    ) -> MixedLoader:
+        """Batches by the set's mixture, or by these shares of its domains. ValueError for other domains."""
+        mixture = self.dataset.mixture
+        if shares:
+            if other := sorted(set(shares) - set(self.dataset.domains)):
+                known = ", ".join(self.dataset.domains)
+                raise ValueError(f"{self.dataset.directory} has no domain {', '.join(other)}; it has {known}")
+            mixture = replace(mixture, shares=shares)
+        return MixedLoader(self.dataset, batch_tokens, sequence_length, seed, mixture=mixture)
 
 
 def open_built(config: DataConfig, note: Callable[[str], None] = print) -> Corpus:

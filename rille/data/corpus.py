@@ -18,7 +18,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -68,10 +68,14 @@ class TokenText:
         """int64 [W]: how often each id is a target."""
         return np.bincount(self.tokens[1:], minlength=len(self.byte_lengths))
 
-    def loader(self, batch_tokens: int, sequence_length: int, seed: int) -> Loader:
-        """Batches of this text; see `rille.data.loader`."""
+    def loader(
+        self, batch_tokens: int, sequence_length: int, seed: int, shares: Mapping[str, float] | None = None
+    ) -> Loader:
+        """Batches of this text; see `rille.data.loader`. ValueError for shares: it has no domains."""
         from rille.data.loader import Loader
 
+        if shares:
+            raise ValueError(f"shares of {', '.join(shares)} need a set with domains; make one with rille data build")
         return Loader(self.tokens, self.boundaries, batch_tokens, sequence_length, seed)
 
     @property

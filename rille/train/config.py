@@ -13,6 +13,7 @@ from rille.data.config import DataConfig
 from rille.model.config import K3Config
 from rille.model.vision_config import VisionConfig
 from rille.optim.config import OptimConfig
+from rille.train.curriculum import Stage, parse_stages
 from rille.train.guard import GuardConfig
 
 # What may change when a run is resumed; everything else decides the numbers.
@@ -62,6 +63,9 @@ class TrainConfig:
     accumulate: int = 1
     """Batches whose gradients are summed for one update."""
 
+    stages: tuple[str, ...] = ()
+    """Later stages with other text: "at=8000 sequence_length=16384 accumulate=2 code=0.4 prose=0.6"; see the page."""
+
     eval_every: int = 50
     """Updates between two measurements of the held-out loss; there is one after the last update too."""
 
@@ -102,6 +106,8 @@ class TrainConfig:
             raise ValueError(f"seed is {self.seed}; it must be at least 0 and below 2^63")
         if self.ema is not None and not 0 < self.ema < 1:
             raise ValueError(f"ema is {self.ema}; it is a decay, above 0 and below 1, or none")
+        if self.all_stages[-1].at >= self.steps:
+            raise ValueError(f"stages: the last begins at step {self.all_stages[-1].at}, but steps is {self.steps}")
         self._check_mtp()
         if not self.out:
             raise ValueError("out is empty; name a directory for the run")
@@ -110,6 +116,12 @@ class TrainConfig:
                 f"data.vocab_size is {self.data.vocab_size} and model.vocab_size {self.model.vocab_size}; the model "
                 "reads what the tokenizer writes: set both to the same number"
             )
+
+    @property
+    def all_stages(self) -> tuple[Stage, ...]:
+        """The stage that begins at step 0, from `data` and `accumulate`, and the later ones."""
+        first = Stage(0, self.data.sequence_length, self.data.batch_tokens, self.accumulate)
+        return parse_stages(first, self.stages)
 
     def _check_mtp(self):
         layers, weight = self.model.mtp_layers, self.mtp_weight

@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rille.data.loader import Batch, Loader
-from rille.data.mixed_loader import MixedLoader
+from rille.data.loader import Batch
 from rille.model.balance import Counts, update_biases
 from rille.model.mla import MLA
 from rille.model.model import K3
@@ -32,6 +31,7 @@ from rille.text.tokenizer import Tokenizer
 from rille.train.averaging import Average
 from rille.train.checkpoint import save_checkpoint, weights
 from rille.train.config import TrainConfig
+from rille.train.curriculum import Curriculum
 from rille.train.guard import Guard, GuardConfig
 from rille.train.inspection import Inspections, inspect
 from rille.train.losses import all_losses, count_targets, domain_sums, domain_targets, mean_losses, weighted
@@ -53,7 +53,7 @@ class Run:
     config: TrainConfig
     model: K3
     optimizer: torch.optim.Optimizer
-    loader: Loader | MixedLoader
+    loader: Curriculum
     held_out: Callable[[], Sequence[Batch]]
     tokenizer: Tokenizer
     domains: tuple[str, ...] = ()
@@ -111,7 +111,8 @@ def train(run: Run) -> None:
 
 def next_batches(run: Run) -> list[Batch]:
     """The batches of one step."""
-    return [next(run.loader) for _ in range(run.config.accumulate)]
+    run.loader.go_to(run.step)
+    return [next(run.loader) for _ in range(run.loader.stage.accumulate)]
 
 
 def forward_backward(run: Run, batches: list[Batch]) -> Work:
@@ -214,6 +215,7 @@ def log(run: Run, work: Work) -> None:
     """Give the numbers of the step to every logger."""
     seconds = perf_counter() - work.started
     values = work.values | {"learning_rate": work.learning_rate, "tokens_per_second": work.targets / seconds}
+    values["targets"] = float(work.targets)
     values["skipped_steps"] = float(run.guard.total)
     values["memory_gib"] = peak_memory(run.model.device)
     if (peak := peak_flops(run.model.device)) is not None:

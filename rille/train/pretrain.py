@@ -15,6 +15,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import monotonic
@@ -24,7 +25,8 @@ import torch
 from rille.data.built import open_built
 from rille.data.corpus import Corpus, bits_per_byte, prepare_corpus, unigram_nats
 from rille.data.dataset import is_dataset
-from rille.data.loader import Batch, held_out_batches
+from rille.data.loader import Batch, Loader, held_out_batches
+from rille.data.mixed_loader import MixedLoader
 from rille.model.checkpoint import save_model
 from rille.model.model import K3, new_model
 from rille.model.names import count_parameters
@@ -34,6 +36,7 @@ from rille.optim.rules import optimizer
 from rille.train.averaging import Average
 from rille.train.checkpoint import restore, weights
 from rille.train.config import TrainConfig
+from rille.train.curriculum import Curriculum, Stage
 from rille.train.folder import sole_run, starting_point, write_settings
 from rille.train.guard import Guard
 from rille.train.inspection import INSPECTIONS, Inspections
@@ -101,8 +104,7 @@ def set_up(config: TrainConfig, corpus: Corpus) -> Run:
     eos = corpus.tokenizer.eos_id
     sizes = config.model.replace(bos_id=eos, eos_id=eos)
     model = new_model(sizes, dtype=config.dtype, device=config.device, seed=config.seed)
-    data = config.data
-    loader = corpus.train.loader(data.batch_tokens, data.sequence_length, data.seed)
+    loader = Curriculum(config.all_stages, partial(stage_loader, corpus, config.data.seed))
     follow = optimizer(named_parameters(model), config.optim)
     size = count_parameters(config.model)
     print(f"model: {size.total:,} parameters, {size.active:,} active")
@@ -114,6 +116,11 @@ def set_up(config: TrainConfig, corpus: Corpus) -> Run:
     if config.ema is not None:
         run.average = Average(weights(run), config.ema)
     return run
+
+
+def stage_loader(corpus: Corpus, seed: int, stage: Stage, number: int) -> Loader | MixedLoader:
+    """The way through the text in one stage; each has its own order."""
+    return corpus.train.loader(stage.batch_tokens, stage.sequence_length, seed + number, dict(stage.shares))
 
 
 def named_parameters(model: K3) -> list[Named]:

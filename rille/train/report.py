@@ -114,8 +114,7 @@ def pictures(runs: list[Recorded]) -> Iterator[tuple[str, str, Figure]]:
 def summary(run: Recorded) -> list[tuple[str, str]]:
     """The run in a few lines."""
     last, rows = run.rows[-1], run.rows
-    tokens = run.settings.get("accumulate", 1) * run.settings.get("data.batch_tokens", 0)
-    lines = [("steps", f"{last['step']:,}" + (f" of {tokens:,} tokens" if tokens else ""))]
+    lines = [("steps", f"{last['step']:,}"), ("tokens", f"{sum(row.get('targets', 0) for row in rows):,.0f}")]
     measured = [row for row in rows if row.get("held_out_loss") is not None]
     for name in ("loss", *(name for name in last if name.startswith("loss/"))):
         lines.append((name, _number(last[name])))

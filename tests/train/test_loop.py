@@ -38,7 +38,7 @@ def test_loss_falls_and_rows_are_whole(tmp_path, capsys):
     assert rows[-1]["held_out_loss"] < rows[9]["held_out_loss"]
     keys = {"step", "loss", "tokens_per_second", "learning_rate", "gradient_norm", "expert_load_violation"}
     keys |= {f"{what}/{layer}" for what in ("load_violation", "dead_experts") for layer in (1, 2)}
-    keys |= {f"gradient_norm/{kind}" for kind in KINDS} | {"memory_gib", "epochs/all", "skipped_steps"}
+    keys |= {f"gradient_norm/{kind}" for kind in KINDS} | {"memory_gib", "epochs/all", "skipped_steps", "targets"}
     assert set(rows[0]) == keys
     assert {name.partition("/")[0] for name in set(rows[9]) - keys} == {"held_out_loss", "update_norm", "output_rms"}
     printed = capsys.readouterr().out

@@ -65,7 +65,7 @@ def test_long_runs_become_means():
 def test_the_summary_is_of_the_rows(run):
     lines = dict(summary(recorded(run)))
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-    assert lines["steps"] == "6 of 128 tokens" and lines["loss"] == f"{last['loss']:.3f}"
+    assert (lines["steps"], lines["tokens"]) == ("6", "768") and lines["loss"] == f"{last['loss']:.3f}"
     assert lines["held out loss"] == f"{last['held_out_loss']:.3f} after step 6" and lines["steps passed over"] == "0"
 
 
