@@ -16,6 +16,7 @@ DOCUMENTS = (
     "docs/chat.md",
     "docs/data.md",
     "docs/eval.md",
+    "docs/serving.md",
     "docs/results.md",
     "docs/paper-map.md",
 )

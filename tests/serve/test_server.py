@@ -19,7 +19,7 @@ from rille.serve.chain import Chain
 from rille.serve.kv_events import Announcer, BlockRemoved, BlockStored, EventBatch
 from tests.serve.scripted import small_tokenizer
 
-SERVE = (sys.executable, "-m", "rille.cli", "serve")
+SERVE = (sys.executable, "-m", "rille", "serve")
 
 
 @pytest.fixture(scope="module")
