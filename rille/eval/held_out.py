@@ -68,6 +68,6 @@ def bars(axes: Axes, rows: Sequence[dict]) -> None:
     names = [row["source"] for row in rows]
     values = [row["bits a byte"].mean for row in rows]
     halves = [row["bits a byte"].half or 0.0 for row in rows]
-    axes.barh(names, values, xerr=halves, color="#0b6e8f", capsize=3)
+    axes.barh(names, values, xerr=halves, color="#0b6e8f", capsize=3, height=0.6)
     axes.invert_yaxis()
     axes.set_xlabel("bits a byte", fontsize=8)

@@ -45,7 +45,7 @@ def needle(config: NeedleConfig) -> list[dict]:
                     tell(1)
                 rows.append({"tokens": length, "depth": depth, "found": fmean(found), "gain": fmean(gains)})
     remark = f"found: share of {config.samples}; gain: nats a token that the needle makes the number likelier"
-    draw = [lambda axes: grid(axes, rows, "found", 1.0), lambda axes: grid(axes, rows, "gain", None)]
+    draw = [lambda axes: grid(axes, rows, "found"), lambda axes: grid(axes, rows, "gain")]
     show(Result("needle", f"Needles, {opened.place}", config, rows, draw, (remark,)), config.out)
     return rows
 
@@ -95,13 +95,15 @@ def answered(opened: Opened, line: np.ndarray, answer: np.ndarray) -> tuple[bool
     return bool((logits_RW.argmax(-1) == wanted).all()), float(nats.mean())
 
 
-def grid(axes: Axes, rows: Sequence[dict], key: str, most: float | None) -> None:
-    """Lengths across, depths down."""
+def grid(axes: Axes, rows: Sequence[dict], key: str) -> None:
+    """Lengths across, depths down; shares from 0 to 1, gains around 0."""
     lengths, depths = sorted({row["tokens"] for row in rows}), sorted({row["depth"] for row in rows})
     values = np.zeros((len(depths), len(lengths)))
     for row in rows:
         values[depths.index(row["depth"]), lengths.index(row["tokens"])] = row[key]
-    shown = axes.imshow(values, aspect="auto", cmap="viridis", vmin=0, vmax=most)
+    most = max(1e-9, float(np.abs(values).max()))
+    colours, least, most = ("viridis", 0.0, 1.0) if key == "found" else ("RdBu", -most, most)
+    shown = axes.imshow(values, aspect="auto", cmap=colours, vmin=least, vmax=most)
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=8)
     axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths], fontsize=8)
     axes.set_xlabel("tokens", fontsize=8)

@@ -29,7 +29,8 @@ def picture(path: Path, panels: Sequence[Callable[[Axes], None]], title: str = "
     for number, draw in enumerate(panels):
         axes = figure.add_subplot(1, len(panels), number + 1)
         draw(axes)
-        axes.grid(alpha=0.25)
+        if not axes.images:
+            axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)
 
