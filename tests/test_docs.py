@@ -18,6 +18,7 @@ DOCUMENTS = (
     "docs/eval.md",
     "docs/serving.md",
     "docs/results.md",
+    "docs/training.md",
     "docs/paper-map.md",
 )
 RUN = ("README.md", "docs/api.md", "docs/chat.md")
