@@ -29,6 +29,7 @@ def config(tmp_path: Path, **changes) -> TrainConfig:
         device="cuda",
         dtype="bfloat16",
         accumulate=2,
+        save_in_background=True,
         data=DataConfig(path=text, held_out=0.1, vocab_size=VOCABULARY, sequence_length=700, batch_tokens=4096),
         optim=OptimConfig(rule="muon", lr=1e-3),
         model=MODEL,

@@ -37,7 +37,7 @@ from rille.ops.kda import chunk
 from rille.ops.kda.arguments import Gate
 from rille.ops.kda.chunk import CHUNK, check_lower_bound, schedule_chunks
 from rille.ops.kda.reference import compute_dtype, log_decay, normalised
-from rille.packing import Packing
+from rille.packing import Packing, moved
 
 Plan = tuple[tuple[int, ...], ...]  # for each sequence the chunks of its segments, in order
 
@@ -223,7 +223,7 @@ def by_row(parts: list[Tensor], columns: tuple[int, ...]) -> list[Tensor]:
 def on_device(lists: list[list[int]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Lists of numbers in one copy to the device; each begins at a multiple of 16 bytes, as kernels like addresses."""
     padded = [numbers + [0] * (-len(numbers) % 4) for numbers in lists]
-    parts = torch.tensor(sum(padded, []), dtype=dtype).to(device).split([len(numbers) for numbers in padded])
+    parts = moved(torch.tensor(sum(padded, []), dtype=dtype), device).split([len(numbers) for numbers in padded])
     return [part[: len(numbers)] for part, numbers in zip(parts, lists, strict=True)]
 
 

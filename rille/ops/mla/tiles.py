@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rille.packing import Packing
+from rille.packing import Packing, moved
 
 L2_SHARE = 24 * 2**20  # bytes of keys and values that heads at work together may have in a cache of 50 MB
 
@@ -48,7 +48,7 @@ def _kept(packing: Packing, side: str, rows: int) -> Tensor:
         table_T4 = np.array(list(_tiles(packing.lengths, rows)), dtype=np.int32).reshape(-1, 4)
         work_T = table_T4[:, 1] if side == "queries" else table_T4[:, 2] - table_T4[:, 1]
         order_T = np.argsort(-work_T.astype(np.int64), kind="stable")
-        packing.derived[name] = torch.from_numpy(table_T4[order_T]).to(packing.device)
+        packing.derived[name] = moved(torch.from_numpy(table_T4[order_T]), packing.device)
     return packing.derived[name]
 
 
