@@ -139,9 +139,9 @@ def test_a_sequence_does_not_depend_on_its_batch(H: int) -> None:
 
 
 def test_plans_depend_on_heads_and_room_alone() -> None:
-    assert launch.plan(16, 1, 32768, False) == launch.Plan(16, 1024, True, 4)
-    assert launch.plan(24, 1, 32768, False) == launch.Plan(32, 1024, True, 4)
-    assert launch.plan(96, 1, 32768, False) == launch.plan(96, 16, 100, False) == launch.Plan(64, 2048, False, 8)
+    assert launch.plan(16, 1, 32768, False) == launch.Plan(16, 2048, True, 4)
+    assert launch.plan(24, 1, 32768, False) == launch.Plan(32, 2048, True, 4)
+    assert launch.plan(96, 1, 32768, False) == launch.plan(96, 16, 100, False) == launch.Plan(64, 4096, False, 8)
     assert launch.plan(16, 4, 2**20, False) == launch.Plan(64, 16384, False, 8)
     assert launch.plan(8, 1, 4096, True).FEW is False
     assert launch.plan(96, 32, 2**20, False).SPLIT == launch.WHOLE_SEQUENCE

@@ -25,8 +25,8 @@ SHORT = 16  # new tokens of a sequence up to which its cached rows are split amo
 MOST_SPLITS = 64
 WHOLE_SEQUENCE = 2**30
 WIDEST_VALUE, WIDEST_REST = 512, 256
-RINGS = False  # the kernel for many queries in Gluon, where it fits
-STREAM = False  # the kernel for few queries in Gluon, where it fits
+RINGS = True  # the kernel for many queries in Gluon, where it fits
+STREAM = True  # the kernel for few queries in Gluon, where it fits
 BLOCK, TAIL = 64, 16  # cached rows of a step, and of a step over the last rows
 
 
@@ -47,7 +47,7 @@ def plan(H: int, tokens: int, room: int, scaled: bool) -> Plan:
     if tokens > SHORT:
         return Plan(ROWS, WHOLE_SEQUENCE, few, warps)
     least = -(-room // MOST_SPLITS)
-    return Plan(ROWS, max(1024 if few else 2048, 1 << (least - 1).bit_length()), few, warps)
+    return Plan(ROWS, max(2048 if few else 4096, 1 << (least - 1).bit_length()), few, warps)
 
 
 def unsupported(q_NHR: Tensor, cache: LatentCache, value_width: int, scale: float) -> str:
