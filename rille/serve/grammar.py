@@ -4,7 +4,9 @@
     matcher.allowed()  ->  bool [W]        which tokens may come next
     matcher.accept(token)                  and so on, until `is_over`
 
-Several tokens can be tried and taken back (`rollback`), which drafts need.
+Several tokens can be tried and taken back (`rollback`), which drafts need. The compiler must not force the tokens of a
+text that is fixed: it would take those of the whole text, which cross the cuts of the format (`="` and `_id` are two
+segments there, though `="_` is one token), and bar the ones that the model has learnt.
 Source: llguidance's `docs/syntax.md`; github.com/guidance-ai/llguidance.
 """
 
@@ -18,6 +20,8 @@ import numpy as np
 
 from rille.text.grammar import Grammar
 from rille.text.vocabulary import END_OF_MESSAGE, Tokenizer
+
+_ANY_CUT = '%llguidance {"no_forcing": true}\n'
 
 
 class Vocabulary:
@@ -41,7 +45,7 @@ class Vocabulary:
         not compile and a text that it does not allow."""
         from llguidance import LLMatcher
 
-        made = LLMatcher(self._compiled, LLMatcher.grammar_from_lark(grammar.lark))
+        made = LLMatcher(self._compiled, LLMatcher.grammar_from_lark(_ANY_CUT + grammar.lark))
         if made.is_error():
             raise ValueError(f"the grammar does not compile: {made.get_error()}")
         matcher = Matcher(made, self.tokenizer.vocab_size, self.width, self.tokenizer.specials[grammar.stop])

@@ -10,6 +10,7 @@ import pytest
 from rille.serve.grammar import Vocabulary
 from rille.text.chat import render
 from rille.text.grammar import Grammar, continuations
+from rille.text.markup import escape
 from rille.text.parser import parse
 from rille.text.tokenizer import train_tokenizer
 
@@ -68,6 +69,24 @@ def test_every_token_of_a_valid_answer_is_allowed(tokenizer, vocabulary, message
         assert allowed.any() and allowed[token]
         matcher.accept(token)
     assert matcher.is_over and not matcher.allowed().any()
+
+
+@pytest.mark.parametrize("word", ["_id", "$filter", "id_", "x-", "<|close|>", "(x)", "#", 'q"', "&"])
+def test_names_that_merge_with_their_quotes_keep_the_cuts_of_the_format(word):
+    """Here `="` or `"` and the word's own punctuation are one token for the tokenizer, and two in the format."""
+    cuts = ['="', escape(word), '"']
+    tokenizer = train_tokenizer(["".join(cuts) + " \n"] * 400, 400, note=lambda text: None)
+    assert len(tokenizer.encode("".join(cuts))) < sum(len(tokenizer.encode(piece)) for piece in cuts)
+    schema = {"type": "object", "properties": {word: {"type": "string"}}, "required": [word]}
+    tool = {"type": "function", "function": {"name": word, "parameters": schema}}
+    call = {"id": "1", "type": "function", "function": {"name": word, "arguments": {word: word}}}
+    message = {"reasoning": "hm", "content": "", "tool_calls": [call]}
+    matcher = Vocabulary(tokenizer).matcher(continuations("think", [tool], tool_choice="required"))
+    tokens = answer(tokenizer, message, tools=[tool])
+    for token in tokens:
+        assert matcher.allowed()[token], tokenizer.decode([token])
+        matcher.accept(token)
+    assert matcher.is_over
 
 
 def without_tools(options):
