@@ -123,6 +123,8 @@ def read_official(official: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"config: expected a JSON object, got {type(official).__name__}")
     nested = "text_config" in official
     text = dict(_part(official, "text_config")) if nested else dict(official)
+    if nested:  # the released file says these twice; the text model's own word counts, else that of the top
+        text = {key: official[key] for key in _DERIVED_TOP if official.get(key) is not None} | text
     linear, own = _take_linear(text), dict(_part(text, "rille"))
     text.pop("rille", None)
     _respell(text)

@@ -26,7 +26,7 @@ def publishing(path: Path) -> Iterator[Path]:
         raise ValueError(f"{path}: a file stands there; name a directory")
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    shutil.rmtree(fresh, ignore_errors=True)
+    _sweep(path)
     fresh.mkdir()
     try:
         yield fresh
@@ -35,6 +35,26 @@ def publishing(path: Path) -> Iterator[Path]:
         _flush(path.parent)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _sweep(path: Path) -> None:
+    """Remove what killed saves to this place have left: whole models, which nothing else would ever remove."""
+    start = f".{path.name}.partial-"
+    for left in path.parent.iterdir():
+        pid = left.name.removeprefix(start)
+        if left.name.startswith(start) and pid.isdecimal() and not _is_another(int(pid)):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _is_another(pid: int) -> bool:
+    """Whether a process of that number runs that is not this one."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return pid != os.getpid()
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -90,7 +90,8 @@ def _header(path: Path) -> dict[str, Stored]:
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path}: damaged safetensors header ({error!r})") from error
     if end != size:
-        raise CheckpointError(f"{path}: truncated: the header describes {end} bytes, the file has {size}")
+        fault = "truncated" if end > size else "damaged"
+        raise CheckpointError(f"{path}: {fault}: the header describes {end} bytes, the file has {size}")
     return stored
 
 

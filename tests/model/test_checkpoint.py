@@ -180,6 +180,22 @@ def test_a_truncated_shard_is_refused(copy, keep):
         load_model(copy)
 
 
+def test_a_shard_with_more_bytes_than_it_describes_is_not_called_truncated(copy):
+    with (copy / SHARDS[1]).open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(CheckpointError, match="damaged: the header describes"):
+        load_model(copy)
+
+
+@pytest.mark.parametrize("key", ["eos_token_id", "pad_token_id", "tie_word_embeddings", "dtype"])
+def test_what_only_the_top_of_the_config_says_counts(key):
+    official = json.loads((ORACLE / "config.json").read_text())
+    said = {"eos_token_id": 7, "pad_token_id": 9, "tie_word_embeddings": True, "dtype": "float32"}[key]
+    official["text_config"].pop(key)
+    official[key] = said
+    assert K3Config.from_official(official).to_official()["text_config"][key] == said
+
+
 def test_absent_shards_indices_and_directories(copy):
     (copy / SHARDS[1]).unlink()
     with pytest.raises(CheckpointError, match="shards that are not there"):
@@ -264,6 +280,17 @@ def test_a_save_that_dies_leaves_the_old_checkpoint(copy, monkeypatch):
         save_model(model, copy)
     assert all(torch.equal(t, before[n]) for n, t in tensors(copy).items())
     assert [p.name for p in copy.parent.iterdir()] == [copy.name]
+
+
+def test_what_killed_saves_left_is_removed_and_what_others_write_is_not(copy):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    left, running = (copy.with_name(f".{copy.name}.partial-{pid}") for pid in (dead.pid, 1))
+    for directory in (left, running):
+        directory.mkdir()
+        (directory / "model.safetensors").write_bytes(b"half")
+    save_model(load_model(copy), copy)
+    assert not left.exists() and running.exists()
 
 
 def test_replacing_a_checkpoint_keeps_files_that_are_not_ours(copy):
