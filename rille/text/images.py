@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from rille.text.media import num_media_tokens
 from rille.text.vocabulary import kind
@@ -177,6 +177,10 @@ def open_image(source: Source, name: str = "image") -> Image.Image:
         image.load()
     except Image.DecompressionBombError:
         raise ValueError(f"{name} has more than the {MAX_PIXELS:,} pixels that are allowed") from None
+    except UnidentifiedImageError:
+        raise ValueError(
+            f"{name} cannot be read: it is no picture of a known format, or its beginning is lost"
+        ) from None
     except (OSError, SyntaxError, EOFError) as error:
         raise ValueError(f"{name} cannot be read: {' '.join(str(error).split())}") from None
     if image.mode.startswith("I;16"):
