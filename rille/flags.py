@@ -56,6 +56,6 @@ def mistake(box: str, command: str) -> str:
     paragraphs = re.split(r"\n[─╰╯-]*(?:\n|$)", "\n" + "\n".join(lines) + "\n")
     first = next(" ".join(text.split()) for text in paragraphs if text.strip())
     near = re.search(r"Perhaps you meant:\s+(-[\w.-]+)", " ".join(lines))
-    ours = re.match(r"Error parsing [A-Z]\w*: ", first)  # of a dataclass: it says itself what to do
+    ours = re.match(r"Error parsing (?:[A-Z]\w*|__tyro\S*): ", first)  # of a dataclass: it says itself what to do
     text = re.sub(r"^Error parsing ", "", first.removeprefix(ours[0] if ours else ""))
     return text + (f"; did you mean {near[1]}?" if near else "") + ("" if ours else f" (`{command} --help` lists all)")

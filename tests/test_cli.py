@@ -122,7 +122,7 @@ sys.exit("torch" in sys.modules)
         ("train tiny --out caf\udce9", "argument b'caf\\xe9' is not UTF-8; rename the file or directory"),
         ("convert RUN caf\udce9", "argument b'caf\\xe9' is not UTF-8"),
         ("generate caf\udce9 --prompt x", "argument b'caf\\xe9' is not UTF-8"),
-        ("train tiny --optim.lr -1", "optim.lr is -1.0; it must be above 0"),
+        ("train tiny --optim.lr -1", "rille: optim.lr is -1.0; it must be above 0"),
         ("train tiny --data absent --out OUT", "absent does not exist; give a UTF-8 text file, a folder"),
         ("train tiny --data EMPTY --out OUT", "is empty; give a UTF-8 text file"),
         ("train tiny --data BINARY --out OUT", "is not text (a zero byte at offset 2)"),
