@@ -23,9 +23,6 @@ from rille.ops.kda.decode_launch import Spread
 
 HEADS, CACHE = 96, 256 * 2**20
 DECODE_SPREADS = [Spread(8, 4, 128), Spread(8, 8), Spread(4, 4), Spread(4, 8)]
-VERIFY_SPREADS = [  # beside the chosen one
-    Spread(4, 8, scatter=True, wait=0), Spread(4, 8, scatter=True, wait=250),
-]  # fmt: skip
 
 
 def make_layer(H: int, K: int, V: int, W: int = 4, bound: float | None = -5.0) -> DecodeLayer:
@@ -205,19 +202,16 @@ class Bench:
         self.slots = torch.randperm(B, device="cuda")
 
     def decode(self, spread: Spread | None = None, backend: str = "gluon") -> float:
-        with_spread("decode_spread", spread)
+        with_spread(spread)
         calls = zip(self.inputs, self.layers, self.pools, strict=True)
         time_us = graph_us([lambda c=c: kda_decode(*c, self.slots, backend=backend) for c in calls])
-        with_spread("decode_spread", None)
+        with_spread(None)
         return time_us
 
-    def verify(self, accepted: int, spread: Spread | None = None, backend: str = "gluon") -> float:
+    def verify(self, accepted: int) -> float:
         count = torch.full((self.B,), accepted, dtype=torch.int32, device="cuda")
-        with_spread("verify_spread", spread)
         calls = zip(self.inputs, self.layers, self.pools, strict=True)
-        time_us = graph_us([lambda c=c: kda_verify(*c, self.slots, count, backend=backend) for c in calls])
-        with_spread("verify_spread", None)
-        return time_us
+        return graph_us([lambda c=c: kda_verify(*c, self.slots, count, backend="gluon") for c in calls])
 
     def fla(self) -> float:
         from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
@@ -235,16 +229,16 @@ class Bench:
         return graph_us(calls)
 
 
-CHOSEN = {name: getattr(decode_launch, name) for name in ("decode_spread", "verify_spread")}
+CHOSEN: Any = decode_launch.decode_spread
 
 
-def with_spread(name: str, spread: Spread | None) -> None:
-    setattr(decode_launch, name, CHOSEN[name] if spread is None else lambda *sizes: spread)
+def with_spread(spread: Spread | None) -> None:
+    decode_launch.decode_spread = CHOSEN if spread is None else lambda *sizes: spread
 
 
 def label(spread: Spread) -> str:
     register_limit = f"r{spread.maxnreg}" if spread.maxnreg else ""
-    return f"w{spread.num_warps}l{spread.lanes}{f's wait {spread.wait}' if spread.scatter else ''}{register_limit}"
+    return f"w{spread.num_warps}l{spread.lanes}{register_limit}"
 
 
 def measure_decode(sizes: list[int], speed: float, quick: bool) -> list[dict[str, Any]]:
@@ -267,7 +261,7 @@ VERIFY_WORKS = ((32, 8), (1, 8), (32, 4), (128, 4))  # sequences, tokens of each
 
 
 def measure_verify(
-    speed: float, quick: bool, decode: dict[str, float], works: tuple[tuple[int, int], ...] = VERIFY_WORKS
+    speed: float, decode: dict[str, float], works: tuple[tuple[int, int], ...] = VERIFY_WORKS
 ) -> list[dict[str, Any]]:
     rows = []
     for B, tokens in works:
@@ -278,8 +272,6 @@ def measure_verify(
             row["ours"] = bench.verify(accepted)
             row["of floor"] = floor / row["ours"]
             row["steps"] = row["ours"] / decode[f"decode B{B}"]
-            if not quick and accepted == tokens and B > 1:
-                row |= {label(s): bench.verify(accepted, s) for s in VERIFY_SPREADS}
             print(" ", row, flush=True)
             rows.append(row)
         del bench

@@ -118,8 +118,7 @@ def compile_fla(group: str, share: int) -> list[str]:
 def compile_decode() -> list[str]:
     for B in (1, 32, 128):
         decode.Bench(B, 0, count=1).decode()
-    for spread in (None, *decode.VERIFY_SPREADS):
-        decode.Bench(32, 8, count=1).verify(8, spread)
+    decode.Bench(32, 8, count=1).verify(8)
     return []
 
 
@@ -225,7 +224,7 @@ def time_decode(options: Options) -> None:
         [row] = decode.measure_decode([B], speed, quick=True)
         steps[row["work"]] = row["ours"]
         append(options, "decode", row)
-    for row in decode.measure_verify(speed, False, steps, ((32, 8),)):
+    for row in decode.measure_verify(speed, steps, ((32, 8),)):
         append(options, "verify", row)
     if options.with_fla:
         for B in (32, 1, 128):

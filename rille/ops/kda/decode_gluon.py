@@ -228,17 +228,14 @@ def advance(
 
 
 @gluon.jit
-def draft(
-    S_VK, t, tiles, past_u, y, H: gl.constexpr, V: gl.constexpr, K: gl.constexpr, SCATTER: gl.constexpr
-):  # fmt: skip
+def draft(S_VK, t, tiles, past_u, y, H: gl.constexpr, V: gl.constexpr, K: gl.constexpr):
     """S after new token t; its write goes to `past_u` and its o to `y`."""
     over_K: gl.constexpr = gl.SliceLayout(0, S_VK.type.layout)
-    one_row: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 1], [32, 1], [gl.num_warps(), 1], [1, 0]))
-    by_row: gl.constexpr = one_row if SCATTER else gl.SliceLayout(1, S_VK.type.layout)
+    by_row: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 1], [32, 1], [gl.num_warps(), 1], [1, 0]))
     S_VK, u_V, o_V = advance(
         S_VK, row_of(tiles[0], t, over_K), row_of(tiles[1], t, over_K), row_of(tiles[2], t, over_K),
         row_of(tiles[3], t, by_row), row_of(tiles[4], t, by_row), row_of(tiles[5], t, by_row),
-        row_of(tiles[6], t, by_row), row_of(tiles[7], t, by_row), V, K, SCATTER,
+        row_of(tiles[6], t, by_row), row_of(tiles[7], t, by_row), V, K, True,
     )  # fmt: skip
     v_V = t * (H * V) + gl.arange(0, V, layout=by_row)
     gl.store(past_u + v_V, u_V)
@@ -399,7 +396,7 @@ def verify(
     tails, states, slots, lower_bound, eps,
     tokens: gl.constexpr, past_tokens: gl.constexpr, qkv_row, z_row, b_row, gate_row, tail_slot, state_slot,
     H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, W: gl.constexpr, BOUNDED: gl.constexpr, LANES: gl.constexpr,
-    SCATTER: gl.constexpr, FIRST: gl.constexpr, WAIT: gl.constexpr, LOG_T: gl.constexpr, LOG_P: gl.constexpr,
+    FIRST: gl.constexpr, WAIT: gl.constexpr, LOG_T: gl.constexpr, LOG_P: gl.constexpr,
 ):  # fmt: skip
     """Grid (H, B). Commit, then try, as in the twin. Tiles have T = 2^LOG_T and P = 2^LOG_P rows."""
     T: gl.constexpr = 1 << LOG_T
@@ -484,9 +481,9 @@ def verify(
         gl.store(state_VK, S_VK)
     tiles = (alpha_smem, k_smem, q_smem, v_smem, beta_smem, scales[0], scales[1], scales[2])
     for t in range(tokens - 1):
-        S_VK = draft(S_VK, t, tiles, past_u, y, H, V, K, SCATTER)
+        S_VK = draft(S_VK, t, tiles, past_u, y, H, V, K)
     if tokens > 0:
-        draft(S_VK, tokens - 1, tiles, past_u, y, H, V, K, SCATTER)  # nobody needs the state after it
+        draft(S_VK, tokens - 1, tiles, past_u, y, H, V, K)  # nobody needs the state after it
     barrier()  # o stands in y: what other warps wrote there is read now, and overwritten when all have read
     o_TV = gl.load(y + offsets, mask=here, other=0.0).to(gl.float32)
     y_TV = gated_norm(o_TV, gate_TV, weight_V, eps, V)

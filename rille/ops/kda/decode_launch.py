@@ -19,14 +19,12 @@ if TYPE_CHECKING:
 
 class Spread(NamedTuple):
     """How one program's state lies in registers: over `num_warps` warps, a row of it over `lanes` lanes; `maxnreg`
-    makes room for one more program on an SM; `scatter` (verify): a row's sums meet in one lane, not in all of its;
-    `wait` (verify): cycles that the second program on each SM stands back, for each replayed token, and twice that for
-    each new one."""
+    makes room for one more program on an SM; `wait` (verify): cycles that the second program on each SM stands back,
+    for each replayed token, and twice that for each new one."""
 
     num_warps: int
     lanes: int
     maxnreg: int | None = None
-    scatter: bool = False
     wait: int = 0
 
 
@@ -44,7 +42,7 @@ def decode_spread(K: int, V: int, B: int) -> Spread:
 def verify_spread(K: int, V: int) -> Spread:
     """128 elements in a thread: work on vectors is repeated by every warp, so fewer warps issue less. Where that leaves
     two programs on an SM, they take turns."""
-    return Spread(max(4, K * V // (32 * 128)), min(8, K // 4), scatter=True, wait=450 if K * V == 128 * 128 else 0)
+    return Spread(max(4, K * V // (32 * 128)), min(8, K // 4), wait=450 if K * V == 128 * 128 else 0)
 
 
 def twin_options(K: int, V: int) -> dict[str, Any]:
@@ -134,7 +132,7 @@ def verify_op(
     spread = verify_spread(K, V)
     first = multiprocessors(qkv.device)
     wait = spread.wait * (P + 2 * T) if 4 * first < B * H else 0
-    gluon = gluon_options(spread) | tiles(T, P) | dict(SCATTER=spread.scatter, FIRST=first, WAIT=wait)
+    gluon = gluon_options(spread) | tiles(T, P) | dict(FIRST=first, WAIT=wait)
     options = gluon if name == "gluon" else twin_options(K, V)
     kernel[(H, B)](
         qkv, z, b, gate, y, past_qkv, past_z, past_u, accepted, conv_weight, A_log, dt_bias, norm_weight,

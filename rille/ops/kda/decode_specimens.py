@@ -26,8 +26,7 @@ def specimen(
     spread = decode_launch.decode_spread(K, V, B)
     if name.startswith("verify_gluon"):
         spread = decode_launch.verify_spread(K, V)
-        constexprs |= dict(tokens=tokens, past_tokens=tokens, SCATTER=spread.scatter)
-        constexprs |= dict(FIRST=132, WAIT=3 * tokens * spread.wait)
+        constexprs |= dict(tokens=tokens, past_tokens=tokens, FIRST=132, WAIT=3 * tokens * spread.wait)
         constexprs |= decode_launch.tiles(tokens, tokens)
     if "gluon" in name:
         constexprs |= dict(LANES=spread.lanes)
