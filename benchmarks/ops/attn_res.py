@@ -1,15 +1,15 @@
 """Attention Residuals on one GPU: first right, then fast, beside the peers and the bytes that must move.
 
-    PYTHONPATH=. python3 benchmarks/ops/attn_res.py --out FOLDER [--part gate|time] [--sweep] [--compile]
-        [--fla] [--no-peers]
+    PYTHONPATH=. python3 benchmarks/ops/attn_res.py --out FOLDER [--part gate|time] [--compile] [--fla]
+        [--no-peers]
 
 The gate compares outputs and gradients with the definition in float64, and two backward passes bit for bit. Times are
 medians of CUDA graphs, with gradients through autograd, ours and the peers' alike ("host" is one forward and backward
 called from Python instead). "mix" is the mixture alone, "site" adds to the running sum before it and norms after it.
 The floor counts each source read and each result written once, at the speed of a device copy measured in the same run.
 Peers: fast-attnres, fla, torch.compile of the definition. All sites of a model alone, beside plain residuals with the
-same norms, say what a training step pays. --sweep times other forms of the kernels. A time that
-fails is named and the others go on; `attn_res_quick.py` has the main times alone. The tables come last;
+same norms, say what a training step pays. A time that fails is
+named and the others go on; `attn_res_quick.py` has the main times alone. The tables come last;
 FOLDER/attn_res.json holds the numbers.
 """
 
@@ -19,7 +19,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -259,48 +259,24 @@ def measure_stack(layers: int, block_layers: int, N: int, D: int) -> dict[str, A
     return row
 
 
-# Changes of the plan, which stands first; wide ones only where rows are wide.
-FORWARD_FORMS: dict[str, dict[str, Any]] = {
-    "plan": {},
-    "ahead g2": dict(AHEAD=True, STEP=8, GROUP=2),
-    "w8 g1 x2": dict(forward_warps=8, GROUP=1, forward_programs=2),
-}
-BACKWARD_FORMS: dict[str, dict[str, Any]] = {
-    "plan": {},
-    "w8 x2": dict(backward_warps=8, programs=2),
-}
-NARROW_FORMS: dict[str, dict[str, Any]] = {
-    "plan": {},
-    "w2 x6": dict(programs=6),
-    "w1 x10": dict(backward_warps=1, programs=10),
-}
-CHOSEN = mix.plan
-
-
-def forms(R: int, N: int, D: int, site: bool) -> dict[str, Callable[[], Any]]:
-    """Single launches in every form."""
-    case, base = draw(R, N, D, BF16, True), CHOSEN(R, D, 2)
-    norm, wide = case.norm_gain if site else None, base.BLOCK >= mix.WIDE
+def launches(R: int, N: int, D: int, site: bool) -> dict[str, Callable[[], Any]]:
+    """One kernel each way."""
+    case = draw(R, N, D, BF16, True)
+    norm = case.norm_gain if site else None
     arguments = (case.sources, case.update if site else None, case.query, case.gain, norm, EPS, True)
     with torch.no_grad():
         out, _, stats = mix.mix(*arguments)
     rest = (out, *beside(out, R, site), case.sources, case.query, case.gain, norm, stats, EPS)
 
-    def launch(change: dict[str, Any], op: Any, given: tuple[Any, ...]) -> Callable[[], Any]:
+    def without_gradient(op: Any, given: tuple[Any, ...]) -> Callable[[], Any]:
         def call() -> Any:
-            mix.plan = lambda *_: replace(base, **change)
-            try:
-                with torch.no_grad():
-                    return op(*given)
-            finally:
-                mix.plan = CHOSEN
+            with torch.no_grad():
+                return op(*given)
 
         return call
 
     work = f"R{R} D{D} {'site' if site else 'mix'}"
-    found = {f"{work} f {k}": launch(v, mix.mix, arguments) for k, v in (FORWARD_FORMS if wide else {}).items()}
-    backward = BACKWARD_FORMS if wide else NARROW_FORMS
-    return found | {f"{work} b {k}": launch(v, mix.mix_backward, rest) for k, v in backward.items()}
+    return {f"{work} f": without_gradient(mix.mix, arguments), f"{work} b": without_gradient(mix.mix_backward, rest)}
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
@@ -314,7 +290,6 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("."))
     parser.add_argument("--part", choices=("gate", "time"), help="one half only")
-    parser.add_argument("--sweep", action="store_true", help="time other forms of the kernels at the largest shape")
     parser.add_argument("--compile", action="store_true", help="with torch.compile of the definition")
     parser.add_argument("--fla", action="store_true", help="with fla, which tries its settings for minutes")
     parser.add_argument("--no-peers", action="store_true")
@@ -331,11 +306,6 @@ def times(options: argparse.Namespace, report: dict[str, Any]) -> None:
         print(" ", report["rows"][-1], flush=True)
         torch.cuda.empty_cache()
     report["stacks"] = [measure_stack(*sizes) for sizes in STACKS]
-    if options.sweep:
-        report["sweep"] = {}
-        for site in (False, True):
-            for name, call in forms(*SHAPES[0], site).items():
-                timed(report["sweep"], name, call)
 
 
 def main() -> None:
@@ -350,7 +320,6 @@ def main() -> None:
         times(options, report)
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "attn_res.json").write_text(json.dumps(report, indent=1))
-        print("\n".join(f"{name:<28} {ms:.3f} ms" for name, ms in report.get("sweep", {}).items()))
         print(f"\n{report['device']}, copy {report['copy TB/s']:.2f} TB/s; ms, bf16; f forward, b backward")
         print_table(report["rows"])
         print("all sites of a model, forward and backward:")

@@ -1,8 +1,8 @@
 """The main times of Attention Residuals on one GPU, and a few cases of the gate of `attn_res.py`, in about a minute.
 
-    PYTHONPATH=. python3 benchmarks/ops/attn_res_quick.py --out FOLDER
+    PYTHONPATH=. python3 benchmarks/ops/attn_res_quick.py --out FOLDER [--only ours,fast]
 
-A mixture of nine sources beside fast-attnres, other forms of the kernels, and all sites of two models beside plain
+A mixture of nine sources beside fast-attnres, single launches of the kernels, and all sites of two models beside plain
 residuals with the same norms. Medians in ms: of CUDA graphs, and with "events" of single calls from Python, the cache
 emptied before each. Every part has a process, so that one that fails spoils no other; FOLDER/attn_res_quick.json.
 """
@@ -28,7 +28,7 @@ from attn_res import (
     check_handed,
     copy_speed,
     draw,
-    forms,
+    launches,
     median_ms,
     peers,
     stack,
@@ -58,7 +58,7 @@ def calls_of(part: str) -> dict[str, Callable[[], Any]]:
 
     found = {f"{part} R9 D7168 f": forward, f"{part} R9 D7168 fb": step}
     if part == "ours":
-        found |= forms(*SHAPES[0], False) | forms(*SHAPES[0], True)
+        found |= launches(*SHAPES[0], False) | launches(*SHAPES[0], True)
     return found
 
 
@@ -75,7 +75,7 @@ def gate() -> None:
 
 def child(part: str) -> None:
     """Compile and run once, wait for a line on the standard input, so that nothing else is on the card, then time."""
-    calls = forms(5, 131072, 512, True) | forms(3, 131072, 512, True) if part == "narrow" else calls_of(part)
+    calls = launches(5, 131072, 512, True) | launches(3, 131072, 512, True) if part == "narrow" else calls_of(part)
     row: dict[str, Any] = {"work": part}
     for name, call in list(calls.items()):
         try:
@@ -95,12 +95,11 @@ def child(part: str) -> None:
     print(json.dumps(row), flush=True)
 
 
-def run(out: Path) -> None:
+def run(out: Path, only: list[str]) -> None:
     """All parts compile at once, on a processor each, and are timed one after another."""
     here = [sys.executable, __file__, "--part"]
     parts = {
-        part: subprocess.Popen([*here, part], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for part in PARTS
+        part: subprocess.Popen([*here, part], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for part in only
     }
     rows, failed = [], [part for part, process in parts.items() if "ready\n" not in (process.stdout or ())]
     for part, process in parts.items():
@@ -122,9 +121,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("."))
     parser.add_argument("--part", choices=PARTS, help="one part, which waits for a line before it is timed")
+    parser.add_argument("--only", default=",".join(PARTS), help="parts with commas between them")
     options = parser.parse_args()
+    only = options.only.split(",")
+    if unknown := [part for part in only if part not in PARTS]:
+        parser.error(f"unknown parts {', '.join(unknown)}; there are {', '.join(PARTS)}")
     if options.part is None:
-        run(options.out)
+        run(options.out, only)
     elif options.part == "gate":
         gate()
     else:

@@ -120,10 +120,14 @@ def test_sources_handed_from_site_to_site(monkeypatch: pytest.MonkeyPatch, wide:
     compare(*found, 3e-5)
 
 
-def test_bfloat16_is_computed_in_fp32() -> None:
+@pytest.mark.parametrize("wide", [4096, 0])
+def test_bfloat16_is_computed_in_fp32(monkeypatch: pytest.MonkeyPatch, wide: int) -> None:
     """One rounding of the mixture; the interpreter truncates where the card rounds to nearest: an ulp."""
+    monkeypatch.setattr(mix, "WIDE", wide)
+    mix.plan.cache_clear()
     inputs = draw(4, 9, 72, torch.bfloat16)
     got, want = (run(inputs, name, False, False) for name in ("triton", "reference"))
+    mix.plan.cache_clear()
     assert got[0].dtype == torch.bfloat16 and all(x.dtype == torch.bfloat16 for x in got)
     compare(got, want, 2**-7)
 
@@ -132,10 +136,10 @@ def test_plan_covers_every_source() -> None:
     for R in range(1, mix.MOST_SOURCES + 1):
         for D in (1, 64, 512, 768, 2048, 4096, 7168, 8192):
             for itemsize in (2, 4):
-                p = mix.plan(R, D, itemsize)
-                assert 1 <= p.GROUP <= R and 1 <= p.backward_group <= R and p.BLOCK >= D and p.programs >= 1
-                for warps in (p.forward_warps, p.backward_warps):
-                    assert p.BLOCK % (32 * warps * p.VEC) == 0
+                for p in (mix.plan(R, D, itemsize, normed) for normed in (False, True)):
+                    assert 1 <= p.GROUP <= R and 1 <= p.backward_group <= R and p.BLOCK >= D and p.programs >= 1
+                    for warps in (p.forward_warps, p.backward_warps):
+                        assert p.BLOCK % (32 * warps * p.VEC) == 0
 
 
 def test_zero_query_is_the_average_and_has_a_gradient() -> None:

@@ -32,15 +32,14 @@ class Plan:
     """How programs cover rows. VEC elements of BLOCK make one load. Registers are limited so that
     `forward_programs` and `programs` run on a processor at once; the latter share the rows backward.
 
-    Forward: STEP rows one after another, sources in groups of GROUP; AHEAD: the next row's first group is loaded before
-    a row ends. Backward: sources in groups of `backward_group`, or one at a time in a loop (`loops`).
+    Forward: STEP rows one after another, sources in groups of GROUP. Backward: sources in groups of `backward_group`,
+    or one at a time in a loop (`loops`).
     """
 
     BLOCK: int
     VEC: int
     STEP: int
     GROUP: int
-    AHEAD: bool
     forward_warps: int
     forward_programs: int
     backward_group: int
@@ -50,17 +49,19 @@ class Plan:
 
 
 @cache
-def plan(R: int, D: int, itemsize: int) -> Plan:
-    """Sizes found by compiling for sm_90: 16 elements a thread forward and 8 backward need 128 registers or fewer."""
+def plan(R: int, D: int, itemsize: int, normed: bool) -> Plan:
+    """Sizes found by compiling for sm_90: 16 elements a thread forward and 8 backward need 128 registers or fewer. The
+    widest rows of a mixture without norm have 32 forward and one source a group: the faster of two forms measured."""
     VEC = 16 // itemsize
     BLOCK = max(32 * VEC, 1 << (D - 1).bit_length())
-    forward_warps = min(16, max(1, BLOCK // 512))
-    GROUP = group_of(R, registers_of_a_source(BLOCK, forward_warps, itemsize), FORWARD_REGISTERS)
+    STEP = max(1, 4096 // BLOCK)
+    alone = BLOCK > WIDE and itemsize == 2 and not normed
+    forward_warps = min(8, BLOCK // (32 * VEC)) if alone else min(16, max(1, BLOCK // 512))
+    GROUP = 1 if alone else group_of(R, registers_of_a_source(BLOCK, forward_warps, itemsize), FORWARD_REGISTERS)
     backward_warps = min(16, max(1, BLOCK // 256))
     backward_group = group_of(R, registers_of_a_source(BLOCK, backward_warps, itemsize), BACKWARD_REGISTERS)
-    STEP = max(1, 4096 // BLOCK)
     return Plan(
-        BLOCK, VEC, STEP, GROUP, False, forward_warps, max(1, 16 // forward_warps), backward_group, backward_warps,
+        BLOCK, VEC, STEP, GROUP, forward_warps, max(1, 16 // forward_warps), backward_group, backward_warps,
         max(1, 16 // backward_warps), R > 1 and BLOCK >= WIDE,
     )  # fmt: skip
 
@@ -103,13 +104,13 @@ def mix(
     running = torch.empty_like(out) if update is not None else out.new_empty(0)
     stats = torch.empty((N, columns(R, norm_gain)) if save else 0, dtype=torch.float32, device=out.device)
     if N:
-        p = plan(R, D, out.element_size())
+        p = plan(R, D, out.element_size(), norm_gain is not None)
         arguments = (tuple(sources), update, query, gain, norm_gain, out, running, stats, N, eps)
         flags: dict[str, Any] = dict(UPDATE=update is not None, NORM=norm_gain is not None, STATS=save)
         flags |= dict(D=D, BLOCK=p.BLOCK, LANES=32 * p.forward_warps, VEC=p.VEC, num_warps=p.forward_warps)
         flags |= dict(maxnreg=registers_of_a_thread(p.forward_warps, p.forward_programs))
         launch: Any = mix_kernels.mix_forward[(-(-N // p.STEP),)]
-        launch(*arguments, STEP=p.STEP, GROUP=p.GROUP, AHEAD=p.AHEAD, **flags)
+        launch(*arguments, STEP=p.STEP, GROUP=p.GROUP, **flags)
     return out, running, stats
 
 
@@ -133,7 +134,8 @@ def mix_backward(
     """The gradients of the sources, and fp32 [2 or 1, D]: those of query * gain and of the norm's gain. beside: what
     other readers add to the gradients of those sources whose bits are set in `which`, in order."""
     (N, D), R = sources[0].shape, len(sources)
-    p, normed = plan(R, D, d_out.element_size()), norm_gain is not None
+    normed = norm_gain is not None
+    p = plan(R, D, d_out.element_size(), normed)
     programs = min(N, p.programs * processors(d_out.device))
     grads = [torch.empty_like(source) for source in sources]
     partial = torch.empty(programs, 1 + normed, D, dtype=torch.float32, device=d_out.device)
@@ -145,10 +147,10 @@ def mix_backward(
         flags |= dict(D=D, BLOCK=p.BLOCK, LANES=32 * p.backward_warps, VEC=p.VEC, num_warps=p.backward_warps)
         flags |= dict(maxnreg=registers_of_a_thread(p.backward_warps, p.programs))
         if p.loops:
-            launch: Any = wide_kernels.wide_backward[(programs,)]
-            launch(*arguments, **flags)
+            kernel: Any = wide_kernels.wide_site_backward if normed else wide_kernels.wide_backward
+            kernel[(programs,)](*arguments, **flags)
         else:
-            launch = mix_kernels.mix_backward[(programs,)]
+            launch: Any = mix_kernels.mix_backward[(programs,)]
             launch(*arguments, GROUP=p.backward_group, **flags)
     return grads, partial.sum(0)
 

@@ -98,22 +98,18 @@ def load_group(
 @triton.jit
 def mix_forward(
     sources, update, query, gain, norm_gain, out, running, stats, N, eps,
-    D: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr,
-    LANES: tl.constexpr, VEC: tl.constexpr, UPDATE: tl.constexpr, NORM: tl.constexpr, STATS: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr,
+    VEC: tl.constexpr, UPDATE: tl.constexpr, NORM: tl.constexpr, STATS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (N / STEP). With AHEAD the first group of a row is on its way before the row before it ends."""
+    """Grid (N / STEP)."""
     R: tl.constexpr = len(sources)
     d_B = tl.arange(0, BLOCK)
     first_row = tl.program_id(0).to(tl.int64) * STEP
-    if AHEAD:
-        group = load_group(sources, update, running, first_row * D, d_B, D, 0, GROUP, UPDATE)
     for row in range(first_row, tl.minimum(first_row + STEP, N)):
         start = row * D
-        if not AHEAD:
-            group = load_group(sources, update, running, start, d_B, D, 0, GROUP, UPDATE)
-        h_B, group = mixture(
-            group, sources, update, query, gain, running, stats + row * (2 * R + NORM), start,
-            tl.minimum(row + 1, N - 1) * D, d_B, eps, D, BLOCK, GROUP, AHEAD, LANES, VEC, UPDATE, STATS,
+        h_B = mixture(
+            sources, update, query, gain, running, stats + row * (2 * R + NORM), start, d_B, eps, D, BLOCK, GROUP,
+            LANES, VEC, UPDATE, STATS,
         )  # fmt: skip
         dtype: tl.constexpr = out.dtype.element_ty
         out_B = h_B.to(dtype)
@@ -130,12 +126,13 @@ def mix_forward(
 
 @triton.jit
 def mixture(
-    group, sources, update, query, gain, running, of_row, start, next_start, d_B, eps,
-    D: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr, LANES: tl.constexpr,
-    VEC: tl.constexpr, UPDATE: tl.constexpr, STATS: tl.constexpr,
+    sources, update, query, gain, running, of_row, start, d_B, eps,
+    D: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
+    UPDATE: tl.constexpr, STATS: tl.constexpr,
 ):  # fmt: skip
-    """h of one row, fp32, and the first group of the next one with AHEAD; group: the first one of this row."""
+    """h of one row, fp32."""
     R: tl.constexpr = len(sources)
+    group = load_group(sources, update, running, start, d_B, D, 0, GROUP, UPDATE)
     w_B = weights_of_score(query, gain, d_B, D)
     top, total = float("-inf"), 0.0
     h_B = tl.zeros([BLOCK], tl.float32)
@@ -143,8 +140,6 @@ def mixture(
         following = group
         if first + GROUP < R:
             following = load_group(sources, update, running, start, d_B, D, first + GROUP, GROUP, UPDATE)
-        elif AHEAD:
-            following = load_group(sources, update, running, next_start, d_B, D, 0, GROUP, UPDATE)
         sums = ()
         for j in tl.static_range(len(group)):
             v_B = group[j].to(tl.float32)
@@ -167,7 +162,7 @@ def mixture(
             total += e
             h_B += e * group[j].to(tl.float32)
         top, group = highest, following
-    return h_B / total, group
+    return h_B / total
 
 
 @triton.jit

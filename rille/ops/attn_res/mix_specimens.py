@@ -24,9 +24,9 @@ FLAGS = {"update": "UPDATE", "norm_gain": "NORM"}
 
 
 def forward(R: int, D: int, fused: bool = False) -> Specimen:
-    p, name = mix.plan(R, D, 2), f"forward_r{R}_d{D}{'_site' if fused else ''}"
+    p, name = mix.plan(R, D, 2, fused), f"forward_r{R}_d{D}{'_site' if fused else ''}"
     sizes: dict[str, Any] = dict(D=D, BLOCK=p.BLOCK, LANES=32 * p.forward_warps, VEC=p.VEC)
-    sizes |= dict(STEP=p.STEP, GROUP=p.GROUP, AHEAD=p.AHEAD)
+    sizes |= dict(STEP=p.STEP, GROUP=p.GROUP)
     kernel = mix_kernels.mix_forward
     flags = dict(UPDATE=fused, NORM=fused, STATS=True)
     most = mix.registers_of_a_thread(p.forward_warps, p.forward_programs)
@@ -34,14 +34,15 @@ def forward(R: int, D: int, fused: bool = False) -> Specimen:
 
 
 def backward(R: int, D: int, fused: bool = False) -> Specimen:
-    p, name = mix.plan(R, D, 2), f"backward_r{R}_d{D}{'_site' if fused else ''}"
+    p, name = mix.plan(R, D, 2, fused), f"backward_r{R}_d{D}{'_site' if fused else ''}"
     sizes: dict[str, Any] = dict(D=D, BLOCK=p.BLOCK, LANES=32 * p.backward_warps, VEC=p.VEC)
     sizes |= {} if p.loops else dict(GROUP=p.backward_group)
-    kernel = wide_kernels.wide_backward if p.loops else mix_kernels.mix_backward
+    looped = wide_kernels.wide_site_backward if fused else wide_kernels.wide_backward
+    kernel = looped if p.loops else mix_kernels.mix_backward
     sizes |= dict(NORM=fused, BESIDE=(1 << R) - 1 if fused else 0)
     limits: dict[str, Any] = dict(maxnreg=mix.registers_of_a_thread(p.backward_warps, p.programs))
     if fused:
-        limits |= dict(max_spill_bytes=256, reason="one running sum more than registers hold")
+        limits |= dict(max_spill_bytes=96, reason="one running sum more than registers hold in narrow rows")
     return specimen(name, kernel, R, D, p.backward_warps, sizes, **limits)
 
 
