@@ -41,15 +41,15 @@ from rille.train.roles import parameter_roles
 PEAK = 989e12
 SEQUENCE = 4096
 KINDS = (  # the first pattern that a kernel's name matches says its kind
-    ("experts", r"moe|expert|route|grouped|permut|combine"),
-    ("KDA", r"kda|intra|state_pass|segment|local_slice|prepare|reverse|chunk_"),
-    ("convolution", r"conv"),
-    ("AttnRes", r"mix|attn_res|site"),
-    ("attention", r"flash|fmha|cudnn|attention|sdpa|mla|softmax"),
-    ("head", r"cross_entropy|online|nll"),
-    ("norms", r"norm|situ|glu"),
+    ("experts", r"moe|expert|route|grouped|permut|combine|^glu_.*product|weight_product|row_product|gather_rows"),
+    ("KDA", r"kda|intra|state_pass|segment|local_kernel|prepare|reverse|states_kernel|chunk_"),
+    ("AttnRes", r"^mix_|attn_res|site"),
+    ("attention", r"flash|fmha|cudnn|attention|sdpa|mla|rings_kernel|key_kernel|query_kernel|softmax"),
+    ("head", r"cross_entropy|^score|online|nll"),
+    ("norms, SiTU", r"^rms_|^glu_|situ|gated"),
     ("matrix products", r"gemm|nvjet|cutlass|xmma|matmul|cublas|splitK"),
     ("optimiser", r"multi_tensor|adam|foreach|newton"),
+    ("convolution", r"conv|^forward$|^backward$"),
     ("copies", r"[Mm]emcpy|[Mm]emset|copy|Cat"),
     ("elementwise", r"elementwise|reduce|index|gather|scatter|sort|scan|radix|triton_"),
 )
