@@ -2,6 +2,7 @@
 so that a read before the first write shows."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -15,6 +16,10 @@ import torch
 if not torch.cuda.is_available():
     assert "triton" not in sys.modules, "triton was imported before TRITON_INTERPRET could be set"
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A shell that starts a job in the background lets it ignore Ctrl-C, and every process below it; tests send that signal.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TESTS = Path(__file__).parent
 POISONED = ("ops", "model")
