@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from rille.ops.kda import Gate, PooledState, choose_backend, kda
 from rille.ops.kda import forward as kernels
 from rille.ops.kda.forward import INTERPRET, Split, forward, intra, value_block
-from rille.ops.kda.launching import kind, rows_of
+from rille.ops.launching import kind, rows_of
 from rille.packing import Packing
 
 PACKED = (1, 15, 16, 17, 63, 64, 65, 0, 200)

@@ -25,10 +25,10 @@ from rille.ops.kda.backward_kernels import prepare_kernel, reverse_kernel, state
 from rille.ops.kda.backward_local import local_kernel
 from rille.ops.kda.chunk import CHUNK
 from rille.ops.kda.forward import anchors
-from rille.ops.kda.launching import launch, rows_of
 from rille.ops.kda.operands import multiprocessors, operand_type, packed_heads, types
 from rille.ops.kda.segment_launch import border_gradients
 from rille.ops.kda.segments import Segments
+from rille.ops.launching import launch, rows_of
 
 
 class Prepared(NamedTuple):

@@ -22,11 +22,11 @@ from torch import Tensor
 from rille.ops.kda.arguments import Gate, PooledState, State
 from rille.ops.kda.chunk import CHUNK, TILE, check_lower_bound
 from rille.ops.kda.intra import intra_kernel
-from rille.ops.kda.launching import heads_of, launch, rows_of, tiles_of
 from rille.ops.kda.operands import INTERPRET, Intra, multiprocessors, operand_type, packed_heads, packed_states, types
 from rille.ops.kda.segment_launch import border_states
 from rille.ops.kda.segments import Segments, segments_of
 from rille.ops.kda.state_pass import state_pass_kernel
+from rille.ops.launching import heads_of, launch, rows_of, tiles_of
 from rille.packing import Packing
 
 TILED = not INTERPRET  # the first kernel in Gluon; where this is False its Triton twin runs

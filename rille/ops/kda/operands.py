@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
 
-INTERPRET = bool(knobs.runtime.interpret)
+from rille.ops.launching import INTERPRET
 
 
 class Intra(NamedTuple):

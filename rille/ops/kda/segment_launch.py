@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from rille.ops.kda.chunk import CHUNK
-from rille.ops.kda.launching import launch, rows_of
 from rille.ops.kda.operands import Intra, packed_heads, packed_states, types
 from rille.ops.kda.segment_pass import fold_kernel, reverse_segment_kernel, segment_kernel
 from rille.ops.kda.segments import Segments
+from rille.ops.launching import launch, rows_of
 
 ROWS = 64  # of a state or a transition in one program of the segment kernel
 SEGMENT_OPTIONS: dict[str, Any] = {"STAGES": 3, "num_warps": 4}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from rille.ops.kda.launching import launch
+from rille.ops.launching import launch
 from rille.ops.moe import permute_kernels
 
 INTERPRET = bool(knobs.runtime.interpret)  # asked once: torch.compile cannot trace the question

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rille.ops.kda.launching import described, launch, rows_of
+from rille.ops.launching import described, launch, rows_of
 from rille.ops.moe import product_kernels
 from rille.ops.moe.permute import INTERPRET, TILE, Places
 from rille.ops.situ import launch as situ

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rille.ops.kda.launching import launch
+from rille.ops.launching import launch
 from rille.ops.moe import router_kernels
 from rille.ops.moe.permute import INTERPRET, power_of_two
 

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rille.ops.kda.operands import INTERPRET
+INTERPRET = bool(knobs.runtime.interpret)
 
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
