@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from rille.ops import attn_res, conv, mla, moe, norm, situ
+from rille.ops import attn_res, conv, cross_entropy, mla, moe, norm, situ
 from rille.ops import kda as kda_op
 from rille.ops.kda import Gate, decode
 from rille.packing import Packing
@@ -115,7 +115,7 @@ def of_the_rest(c: Sizes, empty: Callable[..., Tensor]) -> Iterator[Choice]:
     yield Choice("rms_norm", *norm.choose_backend(x_ND))
     yield Choice("situ_glu", *situ.choose_backend(x_NF, x_NF))
     yield from of_experts(c, empty)
-    yield Choice("cross_entropy", "torch", "composed of PyTorch's products")
+    yield Choice("cross_entropy", *cross_entropy.choose_backend(x_ND, x_ND))
 
 
 def of_experts(c: Sizes, empty: Callable[..., Tensor]) -> Iterator[Choice]:
