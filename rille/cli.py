@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
-from rille.flags import Arguments, check_text, in_one_line, parse, suggestion
+from rille.flags import Arguments, check_text, in_one_line, parse, run_verb_of, suggestion
 from rille.interrupts import loading
 
 if TYPE_CHECKING:
@@ -232,16 +232,16 @@ def convert(arguments: Arguments) -> int:
 
 def data(arguments: Arguments) -> int:
     """`rille data VERB ...`"""
-    from rille.data.commands import run
+    from rille.data import commands
 
-    return run(arguments, parse)
+    return run_verb_of("data", commands.VERBS, commands.overview, arguments)
 
 
 def evaluate(arguments: Arguments) -> int:
     """`rille eval VERB ...`"""
-    from rille.eval.commands import run
+    from rille.eval import commands
 
-    return run(arguments, parse)
+    return run_verb_of("eval", commands.VERBS, commands.overview, arguments)
 
 
 def study(arguments: Arguments) -> int:

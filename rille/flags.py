@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from difflib import get_close_matches
 from io import StringIO
 
 Arguments = list[str]
+Verb = tuple[type, Callable, str]  # the settings of a verb, its work on them, one line that says what it is for
 
 
 def check_text(arguments: Arguments) -> None:
@@ -35,6 +36,19 @@ def parse(kind: type, arguments: Arguments, verb: str):
             return tyro.cli(kind, args=arguments or ["--help"], prog=f"rille {verb}")
     except SystemExit as end:
         raise SystemExit(end.code if arguments else 2) from None
+
+
+def run_verb_of(family: str, verbs: Mapping[str, Verb], overview: Callable[[], str], arguments: Arguments) -> int:
+    """Run one verb of `rille FAMILY VERB ...`, or print the family's overview; returns the exit code."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(overview())
+        return 0 if arguments else 2
+    verb, *rest = arguments
+    if verb not in verbs:
+        raise ValueError(f"unknown verb '{family} {verb}'; the verbs are {', '.join(verbs)}")
+    kind, work, _ = verbs[verb]
+    work(parse(kind, rest, f"{family} {verb}"))
+    return 0
 
 
 @contextmanager

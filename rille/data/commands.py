@@ -15,22 +15,6 @@ from tyro.conf import Positional, arg
 
 from rille.data.build_config import BuildConfig
 
-Arguments = list[str]
-Parse = Callable[[type, Arguments, str], object]
-
-
-def run(arguments: Arguments, parse: Parse) -> int:
-    """Run one verb; returns the exit code. parse: turns arguments into a dataclass, given the verb's name."""
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(overview())
-        return 0 if arguments else 2
-    verb, *rest = arguments
-    if verb not in VERBS:
-        raise ValueError(f"unknown verb 'data {verb}'; the verbs are {', '.join(VERBS)}")
-    kind, work, _ = VERBS[verb]
-    work(parse(kind, rest, f"data {verb}"))
-    return 0
-
 
 def overview() -> str:
     verbs = "\n".join(f"  {name:<14}{line}" for name, (_, _, line) in VERBS.items())

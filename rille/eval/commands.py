@@ -8,22 +8,6 @@ from importlib.util import find_spec
 from rille.eval.config import HarnessConfig, HeldOutConfig, LearnConfig, LengthConfig, NeedleConfig, RecallConfig
 from rille.interrupts import loading
 
-Arguments = list[str]
-Parse = Callable[[type, Arguments, str], object]
-
-
-def run(arguments: Arguments, parse: Parse) -> int:
-    """Run one verb; returns the exit code. parse: turns arguments into a dataclass, given the verb's name."""
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(overview())
-        return 0 if arguments else 2
-    verb, *rest = arguments
-    if verb not in VERBS:
-        raise ValueError(f"unknown verb 'eval {verb}'; the verbs are {', '.join(VERBS)}")
-    kind, work, _ = VERBS[verb]
-    work(parse(kind, rest, f"eval {verb}"))
-    return 0
-
 
 def overview() -> str:
     verbs = "\n".join(f"  {name:<10}{line}" for name, (_, _, line) in VERBS.items())
