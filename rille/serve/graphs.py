@@ -91,7 +91,8 @@ class DecodeGraphs:
         self._sizes = sorted(sizes)
         self._widest = -(-longest // pages.layout.page_tokens) + 1
         self._slates: dict[tuple[int, int], Slate] = {}
-        self._recorded: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        # A recording holds no tensor that it reads: its packing must live as long.
+        self._recorded: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor, Packing]] = {}
         self._memory = None
 
     def can_run(self, parts: Sequence[Part]) -> bool:
@@ -115,7 +116,7 @@ class DecodeGraphs:
             return self._forward(slate, Packing.of([1] * len(parts), [p.start for p in parts], self._pages.device))
         if key not in self._recorded:
             self._recorded[key] = self._record(slate)
-        graph, logits_SW = self._recorded[key]
+        graph, logits_SW, _ = self._recorded[key]
         slate.fill(parts, self._spare_page)
         graph.replay()
         return logits_SW[: len(parts)]
@@ -126,7 +127,7 @@ class DecodeGraphs:
         width = min(max(4, 1 << (longest - 1).bit_length()), max(self._widest, longest))
         return next(size for size in self._sizes if size >= len(parts)), width
 
-    def _record(self, slate: Slate) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _record(self, slate: Slate) -> tuple[torch.cuda.CUDAGraph, Tensor, Packing]:
         slate.fill([], self._spare_page)
         packing = self._static_packing(slate)
         side = torch.cuda.Stream()
@@ -141,7 +142,7 @@ class DecodeGraphs:
         with torch.cuda.graph(graph, pool=self._memory):
             packing.history.copy_(slate.positions)
             logits_SW = self._forward(slate, packing)
-        return graph, logits_SW
+        return graph, logits_SW, packing
 
     def _static_packing(self, slate: Slate) -> Packing:
         """One token of each row. The host knows only a bound on what was consumed: ops read the lengths on the
