@@ -13,9 +13,11 @@ Suffixes: R rows, W vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from hashlib import blake2b
 
 import torch
@@ -24,6 +26,17 @@ from torch import Tensor
 from rille.serve.schema import SamplingParams
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
+
+Lot = tuple[float, float, float, float, float]
+"""What draws one token from its logits: temperature (0: the likeliest), u, top_k (infinite: all), top_p, min_p."""
+
+
+class Way(IntEnum):
+    """What drawing the rows of a batch takes: no draw, a draw, a draw from what is cut and therefore sorted."""
+
+    GREEDY = 0
+    DRAWN = 1
+    CUT = 2
 
 
 @dataclass(frozen=True)
@@ -49,8 +62,12 @@ class Row:
         return not (penalised or p.logit_bias or self.forbidden) and self.allowed is None
 
     @property
-    def cuts(self) -> bool:
-        return self.params.top_k > 0 or self.params.top_p < 1 or self.params.min_p > 0
+    def lot(self) -> Lot:
+        return lot_of(self.params, uniform(self.seed, self.choice, self.place) if self.params.temperature > 0 else 0.0)
+
+
+def lot_of(params: SamplingParams, number: float) -> Lot:
+    return params.temperature, number, params.top_k or math.inf, params.top_p, params.min_p
 
 
 @dataclass(frozen=True)
@@ -66,13 +83,20 @@ class Drawn:
 def draw(logits_RW: Tensor, rows: Sequence[Row]) -> list[Drawn]:
     """One token for each row. logits fp32 [R, W], unchanged."""
     changed_RW = changed(logits_RW, rows)
-    tokens_R = changed_RW.argmax(-1)
-    drawn = [place for place, row in enumerate(rows) if row.params.temperature > 0]
-    for cuts in (False, True):
-        chosen = [place for place in drawn if rows[place].cuts == cuts]
-        if chosen:
-            tokens_R[chosen] = sample(changed_RW[chosen], [rows[place] for place in chosen])
+    lots_5R = torch.tensor([row.lot for row in rows], dtype=torch.float64).T.to(logits_RW.device)
+    tokens_R = choose(changed_RW, lots_5R, way_of(row.params for row in rows))
     return report(logits_RW, changed_RW, tokens_R, rows)
+
+
+def way_of(every: Iterable[SamplingParams]) -> Way:
+    """The least that a batch needs for all of its rows."""
+    way = Way.GREEDY
+    for params in every:
+        if params.temperature > 0:
+            if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
+                return Way.CUT
+            way = Way.DRAWN
+    return way
 
 
 def changed(logits_RW: Tensor, rows: Sequence[Row]) -> Tensor:
@@ -105,34 +129,37 @@ def change(logits_W: Tensor, row: Row) -> None:
         logits_W[sorted(row.forbidden)] = -torch.inf
 
 
-def sample(logits_RW: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Draw from the rows' distributions: int64 [R]. The rows all cut, or none does."""
-    order_RW, mass_RW = distribution(logits_RW, rows)
+def choose(logits_RW: Tensor, lots_5R: Tensor, way: Way) -> Tensor:
+    """Tokens int64 [R] of rows whose logits are changed already. lots float64 [5, R]: `Row.lot` of each. Nothing waits
+    for the device, and the launches depend on `way` alone: a CUDA graph may hold them."""
+    likeliest_R = logits_RW.argmax(-1)
+    if way is Way.GREEDY:
+        return likeliest_R
+    order_RW, mass_RW = distribution(logits_RW, lots_5R, way)
     running_RW = mass_RW.cumsum(-1)
-    numbers = [uniform(row.seed, row.choice, row.place) for row in rows]
-    targets_R1 = torch.tensor(numbers, dtype=torch.float64, device=logits_RW.device)[:, None] * running_RW[:, -1:]
-    ranks_R = (running_RW <= targets_R1).sum(-1).clamp(max=mass_RW.shape[1] - 1)
-    ranks_R = torch.minimum(ranks_R, (mass_RW > 0).long().cumsum(-1).argmax(-1))  # rounding must not reach p = 0
-    return ranks_R if order_RW is None else order_RW.gather(-1, ranks_R[:, None])[:, 0]
+    ranks_R = (running_RW <= lots_5R[1][:, None] * running_RW[:, -1:]).sum(-1)
+    places_W = torch.arange(mass_RW.shape[1], device=mass_RW.device)
+    ranks_R = torch.minimum(ranks_R, torch.where(mass_RW > 0, places_W, 0).amax(-1))  # rounding must not reach p = 0
+    drawn_R = ranks_R if order_RW is None else order_RW.gather(-1, ranks_R[:, None])[:, 0]
+    return torch.where(lots_5R[0] > 0, drawn_R, likeliest_R)
 
 
-def distribution(logits_RW: Tensor, rows: Sequence[Row]) -> tuple[Tensor | None, Tensor]:
+def distribution(logits_RW: Tensor, lots_5R: Tensor, way: Way) -> tuple[Tensor | None, Tensor]:
     """What tokens are drawn from: order [R, W] of the ids (None: as they are) and float64 masses [R, W], not
-    normalised, zero where cut."""
-    device = logits_RW.device
-    heat_R1 = torch.tensor([[row.params.temperature] for row in rows], dtype=torch.float64, device=device)
-    mass_RW = torch.softmax(logits_RW.double() / heat_R1, -1)
-    if not rows[0].cuts:
-        return None, mass_RW
-    mass_RW, order_RW = mass_RW.sort(dim=-1, descending=True, stable=True)
-    W = mass_RW.shape[1]
-    tops = torch.tensor([[r.params.top_k or W, r.params.top_p, r.params.min_p] for r in rows], dtype=torch.float64)
-    top_k_R1, top_p_R1, min_p_R1 = tops.to(device).T[:, :, None]
-    mass_RW = mass_RW.masked_fill(torch.arange(W, device=device) >= top_k_R1, 0)
+    normalised, zero where cut. A row that cuts nothing keeps the order of the ids, whatever its neighbours do."""
+    heat_R1, _, top_k_R1, top_p_R1, min_p_R1 = lots_5R[:, :, None]
+    plain_RW = torch.softmax(logits_RW.double() / torch.where(heat_R1 > 0, heat_R1, 1), -1)
+    if way is not Way.CUT:
+        return None, plain_RW
+    mass_RW, order_RW = plain_RW.sort(dim=-1, descending=True, stable=True)
+    places_W = torch.arange(mass_RW.shape[1], device=mass_RW.device)
+    mass_RW = mass_RW.masked_fill(places_W >= top_k_R1, 0)
     before_RW = mass_RW.cumsum(-1) - mass_RW
     # Above 1 the sum may round: top_p 1 cuts nothing.
     beyond_RW = (before_RW >= top_p_R1 * mass_RW.sum(-1, keepdim=True)) & (top_p_R1 < 1)
-    return order_RW, mass_RW.masked_fill(beyond_RW | (mass_RW < min_p_R1 * mass_RW[:, :1]), 0)
+    mass_RW = mass_RW.masked_fill(beyond_RW | (mass_RW < min_p_R1 * mass_RW[:, :1]), 0)
+    cuts_R1 = (top_k_R1 < math.inf) | (top_p_R1 < 1) | (min_p_R1 > 0)
+    return torch.where(cuts_R1, order_RW, places_W), torch.where(cuts_R1, mass_RW, plain_RW)
 
 
 def probabilities(logits_RW: Tensor, rows: Sequence[Row]) -> Tensor:
@@ -143,7 +170,8 @@ def probabilities(logits_RW: Tensor, rows: Sequence[Row]) -> Tensor:
         if row.params.temperature == 0:
             result_RW[place, changed_RW[place].argmax()] = 1
             continue
-        order_RW, mass_RW = distribution(changed_RW[place : place + 1], [row])
+        lot_51 = torch.tensor(row.lot, dtype=torch.float64, device=logits_RW.device)[:, None]
+        order_RW, mass_RW = distribution(changed_RW[place : place + 1], lot_51, way_of([row.params]))
         ids = torch.arange(mass_RW.shape[1], device=mass_RW.device) if order_RW is None else order_RW[0]
         result_RW[place, ids] = mass_RW[0] / mass_RW[0].sum()
     return result_RW
@@ -155,23 +183,41 @@ def uniform(seed: int, choice: int, place: int, purpose: bytes = b"token") -> fl
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-def report(logits_RW: Tensor, changed_RW: Tensor, tokens_R: Tensor, rows: Sequence[Row]) -> list[Drawn]:
-    """Tokens with their log-probabilities, on the host. One wait for the device."""
-    most = max((row.params.top_logprobs for row in rows), default=0)
-    logprobs_RW = torch.log_softmax(logits_RW, -1)
-    chosen_R = logprobs_RW.gather(-1, tokens_R[:, None])[:, 0].clamp(min=LEAST_LOGPROB).tolist()
-    top_RM, ids_RM = logprobs_RW.topk(min(most, logits_RW.shape[1]), dim=-1) if most else (logprobs_RW[:, :0],) * 2
-    tops, ids = top_RM.clamp(min=LEAST_LOGPROB).tolist(), ids_RM.tolist()
-    is_number_R = torch.isfinite(logits_RW).all(-1).tolist()
-    is_open_R = (changed_RW > -torch.inf).any(-1).tolist()
+def figures(logits_RW: Tensor, changed_RW: Tensor, tokens_R: Tensor) -> Tensor:
+    """What the host wants to know of drawn tokens, float64 [4, R] so that it comes in one piece: the token, its
+    log-probability by the model, whether all logits of the row are numbers, whether any token may follow."""
+    logprobs_R = torch.log_softmax(logits_RW, -1).gather(-1, tokens_R[:, None])[:, 0].clamp(min=LEAST_LOGPROB)
+    is_number_R = torch.isfinite(logits_RW).all(-1)
+    is_open_R = is_number_R if changed_RW is logits_RW else (changed_RW > -torch.inf).any(-1)
+    return torch.stack([x.double() for x in (tokens_R, logprobs_R, is_number_R, is_open_R)])
+
+
+def drawn_of(figures_4R: Sequence[Sequence[float]]) -> list[Drawn]:
+    """`figures`, on the host."""
     result = []
-    for place, (token, row) in enumerate(zip(tokens_R.tolist(), rows, strict=True)):
-        if not is_number_R[place]:
+    for token, logprob, is_number, is_open in zip(*figures_4R, strict=True):
+        if not is_number:
             result.append(Drawn(error="the model's output for this request is not a number"))
-        elif not is_open_R[place]:
+        elif not is_open:
             result.append(Drawn(error="nothing may follow here: grammar, min_tokens and stop ids exclude every token"))
         else:
-            count = row.params.top_logprobs
-            top = tuple(zip(map(int, ids[place][:count]), tops[place][:count], strict=True))
-            result.append(Drawn(token, chosen_R[place], top))
+            result.append(Drawn(int(token), logprob))
     return result
+
+
+def report(logits_RW: Tensor, changed_RW: Tensor, tokens_R: Tensor, rows: Sequence[Row]) -> list[Drawn]:
+    """Tokens with their log-probabilities, on the host. One wait for the device, another one for the likeliest
+    tokens."""
+    drawn = drawn_of(figures(logits_RW, changed_RW, tokens_R).tolist())
+    most = min(max((row.params.top_logprobs for row in rows), default=0), logits_RW.shape[1])
+    if not most:
+        return drawn
+    top_RM, ids_RM = torch.log_softmax(logits_RW, -1).topk(most, dim=-1)
+    pairs = [
+        tuple(zip(ids, values, strict=True))
+        for ids, values in zip(ids_RM.tolist(), top_RM.clamp(min=LEAST_LOGPROB).tolist(), strict=True)
+    ]
+    return [
+        one if one.error is not None else replace(one, top=pair[: row.params.top_logprobs])
+        for one, pair, row in zip(drawn, pairs, rows, strict=True)
+    ]
