@@ -71,6 +71,26 @@ def decode(engine: Engine, words: int, streams: int, count: int) -> dict[str, fl
     return {"tokens_s": tokens / seconds, "step_ms": 1e3 * seconds / steps, "steps": steps}
 
 
+def profile(engine: Engine, words: int, streams: int, steps: int = 20) -> list[str]:
+    """Kernels of a decoding step by name: launches and microseconds a step, the longest first."""
+    handles = [engine.submit(Request(prompt=ids(100, words, 2000 + n), params=greedy(64))) for n in range(streams)]
+    while len(engine.scheduler.running) < streams or any(s.num_written < 2 for s in engine.scheduler.running):
+        engine.step()
+    kinds = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as seen:
+        for _ in range(steps):
+            engine.step()
+        torch.cuda.synchronize()
+    for handle in handles:
+        list(handle)
+    rows = sorted(seen.key_averages(), key=lambda row: -row.self_device_time_total)
+    launches, total = sum(row.count for row in rows), sum(row.self_device_time_total for row in rows)
+    lines = [f"{streams} streams: {launches / steps:.1f} launches, {total / steps:.1f} us of kernels a step"]
+    return lines + [
+        f"{row.count / steps:7.2f} {row.self_device_time_total / steps:8.1f}  {row.key[:110]}" for row in rows[:50]
+    ]
+
+
 def resend(engine: Engine, words: int, length: int) -> dict[str, float]:
     """Seconds to the first token of a long prompt, at first, again, and again with one token more."""
     prompt, result = ids(length, words, 5), {}
@@ -147,6 +167,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         found = decode(engine, words, streams, arguments.tokens)
         result[f"decode_{streams}"] = found | {"floor_ms": floor_ms(model, streams)}
         print(f"{streams} streams: {result[f'decode_{streams}']}", flush=True)
+    if arguments.profile and on_gpu:
+        result["kernels"] = {streams: profile(engine, words, streams) for streams in arguments.streams}
+        print("\n".join(line for lines in result["kernels"].values() for line in lines), flush=True)
     result["resend"] = resend(engine, words, arguments.prompt)
     print(result["resend"], flush=True)
     result["conversations"] = conversations(engine, words, arguments.chats, 8, 600)
@@ -164,6 +187,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--prompt", type=int, default=65_536)
     parser.add_argument("--chats", type=int, default=8)
+    parser.add_argument("--profile", action="store_true", help="also where a decoding step's time goes, by kernel")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     result = measure(arguments)
