@@ -175,6 +175,16 @@ class BenchServeConfig:
     tool_s: float = 0.0
     """Seconds between a reply and the next turn."""
 
+    seconds: float | None = None
+    """Go on with new conversations until so many seconds have passed; sessions then counts those of one round."""
+
+    aborts: float = 0.0
+    """The share of replies that the client leaves, each after a random number of tokens; the conversation goes on."""
+
+    check: int = 0
+    """Ask so many of the requests again afterwards, one at a time: each must be answered as it was under load. Wait
+    before that until nothing runs: no page may be held then. The server must be deterministic."""
+
     temperature: float = 1.0
     """Of sampling."""
 
@@ -195,4 +205,9 @@ class BenchServeConfig:
             raise ValueError(
                 f"concurrency is {self.concurrency}, rate {self.rate}, tool_s {self.tool_s}; they must be at least 1, "
                 "above 0, and not negative"
+            )
+        if not 0 <= self.aborts <= 1 or self.check < 0 or (self.seconds is not None and not self.seconds > 0):
+            raise ValueError(
+                f"aborts is {self.aborts}, check {self.check}, seconds {self.seconds}; they must be from 0 to 1, not "
+                "negative, and above 0"
             )

@@ -2,6 +2,7 @@
 
 closed loop    so many sessions at once, each next turn when the last is answered
 open loop      sessions begin at random times, at a rate, whatever the server does
+afterwards     some requests once more, one at a time: the answers must be the same, and nothing may be held by then
 
 TTFT = first token - sent        TPOT = (last token - first token) / (tokens - 1)
 hit rate = cached / prompt tokens        possible = longest prefix seen before / prompt tokens, without any limit
@@ -12,9 +13,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import count
 from pathlib import Path
 from random import Random
 from time import perf_counter
@@ -23,6 +25,7 @@ from urllib.parse import urlsplit
 
 from rille.serve.config import BenchServeConfig
 from rille.serve.load_report import figures, picture, table
+from rille.serve.load_watch import Watch, course
 from rille.serve.remote import KEY_VARIABLE, Server
 from rille.serve.traces import Session, TraceShape
 
@@ -33,7 +36,8 @@ FIRST_ID = 256  # below are single bytes in most vocabularies
 
 @dataclass
 class Sample:
-    """One answered request. Times are seconds since the start of the run; error: what went wrong instead."""
+    """One answered request. Times are seconds since the start of the run; left: by the client, in the middle; error:
+    what went wrong instead."""
 
     session: int
     turn: int
@@ -44,6 +48,7 @@ class Sample:
     last: float = 0.0
     tokens: tuple[int, ...] = ()
     cached: int = 0
+    left: bool = False
     error: str | None = None
 
     @property
@@ -59,12 +64,13 @@ def bench(config: BenchServeConfig) -> Json:
     """Run the load, print the table; with `out`, write figures, samples and a picture there.
 
     Raises ValueError for a trace that the server cannot take, for replies that repeat themselves, and where nothing
-    was answered; OSError where nobody answers.
+    was answered; OSError where nobody answers, and where `check` finds that something is wrong.
     """
-    model = Server(config.url).get("/v1/models")["data"][0]
+    server = Server(config.url)
+    model = server.get("/v1/models")["data"][0]
     shape = trace_of(config, model)
-    samples, seconds = asyncio.run(Load(config, model["id"]).run(list(shape.draw())))
-    summary = figures(samples, seconds, config)
+    samples, seconds, found = asyncio.run(_measure(config, server, Load(config, model["id"]), shape))
+    summary = {**figures(samples, seconds, config), **found}
     print(table(summary))
     if config.out is not None:
         folder = Path(config.out)
@@ -73,7 +79,47 @@ def bench(config: BenchServeConfig) -> Json:
         (folder / "bench_serve.json").write_text(json.dumps(whole) + "\n", encoding="utf-8")
         picture(samples, seconds, folder / "bench_serve.png")
         print(f"written: {folder / 'bench_serve.json'}, {folder / 'bench_serve.png'}")
+    if config.check and (wrong := faults(summary)):
+        raise OSError(None, f"{config.url}: {'; '.join(wrong)}")
     return summary
+
+
+async def _measure(
+    config: BenchServeConfig, server: Server, load: Load, shape: TraceShape
+) -> tuple[list[Sample], float, Json]:
+    """Samples, seconds, and what was seen of the server, where somebody asked for that."""
+    if config.seconds is None and not config.check:
+        return (*await load.run(shape.draw()), {})
+    watch = Watch(server)
+    watching = asyncio.ensure_future(watch.run())
+    samples, seconds = await load.run(shape.draw() if config.seconds is None else rounds(shape))
+    watching.cancel()
+    await asyncio.wait({watching})
+    after = await watch.settle()
+    found: Json = {"server": course(watch.points, after)}
+    if config.check:
+        found["checked"], found["different"] = await load.ask_again()
+    return samples, seconds, found
+
+
+def rounds(shape: TraceShape) -> Iterator[Session]:
+    """The sessions of a trace, and then of others of this shape, without an end."""
+    for number in count():
+        for session in replace(shape, seed=shape.seed + number).draw():
+            yield replace(session, group=number * shape.groups + session.group)
+
+
+def faults(summary: Json) -> list[str]:
+    """What a check may not find."""
+    server = summary["server"]
+    wrong = []
+    if summary["failed"]:
+        wrong.append(f"{summary['failed']} requests failed")
+    if summary["different"]:
+        wrong.append(f"{summary['different']} of {summary['checked']} requests were answered in another way alone")
+    if server["open_after"] or server["pages_after"]:
+        wrong.append(f"{server['open_after']} requests are open and {server['pages_after']} pages held after the load")
+    return wrong
 
 
 def trace_of(config: BenchServeConfig, model: Json) -> TraceShape:
@@ -108,27 +154,37 @@ class Load:
         self._config, self._model = config, model
         self._samples: list[Sample] = []
         self._seen: set[int] = set()  # groups whose prefix was sent
+        self._random = Random(config.seed)
+        self._answered: list[tuple[Sample, tuple[int, ...], int]] = []  # with prompt and length, to be asked again
+        self._num_answered = 0
         self._start = 0.0
 
-    async def run(self, sessions: Sequence[Session]) -> tuple[list[Sample], float]:
-        """All sessions; returns the samples and how long it took."""
+    async def run(self, sessions: Iterator[Session]) -> tuple[list[Sample], float]:
+        """All sessions, or as many as the time allows; returns the samples and how long it took."""
         self._start = perf_counter()
+        numbered = enumerate(sessions)
         if self._config.mode == "closed":
-            waiting = list(enumerate(sessions))[::-1]
 
             async def worker() -> None:
-                while waiting:
-                    await self._session(*waiting.pop())
+                for number, session in numbered:
+                    await self._session(number, session)
+                    if self._is_late():
+                        break
 
-            await asyncio.gather(*(worker() for _ in range(min(self._config.concurrency, len(sessions)))))
+            await asyncio.gather(*(worker() for _ in range(self._config.concurrency)))
         else:
             random, at = Random(self._config.seed), 0.0
             tasks = []
-            for number, session in enumerate(sessions):
+            for number, session in numbered:
+                if self._config.seconds is not None and at > self._config.seconds:
+                    break
                 tasks.append(asyncio.ensure_future(self._later(at, number, session)))
                 at += random.expovariate(self._config.rate)
             await asyncio.gather(*tasks)
         return self._samples, perf_counter() - self._start
+
+    def _is_late(self) -> bool:
+        return self._config.seconds is not None and self._now() > self._config.seconds
 
     async def _later(self, at: float, number: int, session: Session) -> None:
         await asyncio.sleep(max(0.0, at - self._now()))
@@ -138,20 +194,34 @@ class Load:
         ids, known = list(session.prefix), len(session.prefix) if session.group in self._seen else 0
         self._seen.add(session.group)
         for place, turn in enumerate(session.turns):
+            if place and self._is_late():
+                return
             if place:
                 await asyncio.sleep(self._config.tool_s)
             ids += turn.added
             sample = Sample(number, place, self._now(), len(ids), min(known, len(ids) - 1))
             self._samples.append(sample)
+            leaves = self._random.random() < self._config.aborts
             try:
-                await self._ask(sample, ids, turn.output)
+                await self._ask(sample, ids, turn.output, self._random.randint(1, turn.output) if leaves else None)
             except (OSError, ValueError, asyncio.IncompleteReadError) as error:
                 sample.error = str(error) or type(error).__name__
                 return
+            self._keep(sample, ids, turn.output)
             ids += sample.tokens
             known = len(ids)
 
-    async def _ask(self, sample: Sample, ids: list[int], output: int) -> None:
+    def _keep(self, sample: Sample, ids: list[int], output: int) -> None:
+        """Each of the answered requests is as likely as the others to be asked again."""
+        self._num_answered += 1
+        place = self._random.randrange(self._num_answered)
+        if len(self._answered) < self._config.check:
+            self._answered.append((sample, tuple(ids), output))
+        elif place < self._config.check:
+            self._answered[place] = (sample, tuple(ids), output)
+
+    async def _ask(self, sample: Sample, ids: list[int], output: int, leave_after: int | None = None) -> None:
+        """leave_after: so many tokens; the rest is not read, and the server learns of it by the closed connection."""
         body = {
             "model": self._model,
             "prompt": ids,
@@ -174,9 +244,21 @@ class Load:
                 if usage := chunk.get("usage"):
                     details = usage.get("prompt_tokens_details") or {}
                     sample.cached = details.get("cached_tokens") or 0
+                if leave_after is not None and len(tokens) >= leave_after:
+                    sample.left = True
+                    break
         sample.tokens = tuple(tokens)
         if not tokens:
             raise ValueError("an answer without token ids; the server must know return_token_ids")
+
+    async def ask_again(self) -> tuple[int, int]:
+        """Some of the requests alone: how many, and how many were answered in another way then."""
+        different = 0
+        for sample, ids, output in self._answered:
+            alone = replace(sample)
+            await self._ask(alone, list(ids), output)
+            different += alone.tokens[: len(sample.tokens)] != sample.tokens
+        return len(self._answered), different
 
     def _now(self) -> float:
         return perf_counter() - self._start

@@ -21,9 +21,10 @@ LEAST_DISTINCT = 0.2
 def figures(samples: Sequence[Sample], seconds: float, config: BenchServeConfig) -> Json:
     """The figures of a run. Raises ValueError where nothing was answered, and for replies that go in circles: guesses
     come true there as nowhere else, so that times would say nothing."""
-    answered = [sample for sample in samples if sample.error is None]
+    answered = [sample for sample in samples if sample.error is None and not sample.left]
     if not answered:
-        raise ValueError(f"of {len(samples)} requests none was answered; the first: {samples[0].error}")
+        first = samples[0].error or "the client left it"
+        raise ValueError(f"of {len(samples)} requests none was answered; the first: {first}")
     fresh = distinct([sample.tokens for sample in answered])
     if fresh < LEAST_DISTINCT and not config.allow_loops:
         raise ValueError(
@@ -34,7 +35,8 @@ def figures(samples: Sequence[Sample], seconds: float, config: BenchServeConfig)
     cached, possible = sum(s.cached for s in answered), sum(s.possible for s in answered)
     return {
         "requests": len(samples),
-        "failed": len(samples) - len(answered),
+        "left": sum(sample.left for sample in samples),
+        "failed": sum(sample.error is not None for sample in samples),
         "errors": sorted({sample.error for sample in samples if sample.error is not None})[:5],
         "seconds": seconds,
         "prompt_tokens": prompt,
@@ -69,7 +71,8 @@ def distinct(replies: Sequence[Sequence[int]], length: int = 3) -> float:
 def table(summary: Json) -> str:
     """For people."""
     lines = [
-        f"{summary['requests']:,} requests in {summary['seconds']:.1f} s, {summary['failed']} failed",
+        f"{summary['requests']:,} requests in {summary['seconds']:.1f} s, {summary['left']:,} left in the middle, "
+        f"{summary['failed']} failed",
         f"tokens       {summary['prompt_tokens']:,} in, {summary['output_tokens']:,} out "
         f"({summary['input_to_output']:.0f}:1)",
         f"throughput   {summary['output_tokens_per_s']:,.1f} tokens/s out, {summary['total_tokens_per_s']:,.1f} in and "
@@ -81,14 +84,28 @@ def table(summary: Json) -> str:
     for name, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s")):
         values = "".join(f"{1000 * value:10.2f}" for value in summary[key].values())
         lines.append(f"{name:<7}{values or '  (no reply had two tokens)'}")
-    return "\n".join([*lines, *(f"error: {error}" for error in summary["errors"])])
+    return "\n".join([*lines, *_server(summary), *(f"error: {error}" for error in summary["errors"])])
+
+
+def _server(summary: Json) -> list[str]:
+    """What was seen of the server, where somebody looked."""
+    lines = []
+    if (server := summary.get("server")) is not None:
+        memory = ", ".join(f"{name} {mib:,.0f}" for name, mib in server["memory_mib"].items())
+        lines = [f"memory       {memory or 'not told'} (MiB); afterwards {server['pages_after']} pages held"]
+    if "checked" in summary:
+        lines.append(
+            f"check        {summary['checked']} asked again alone, {summary['different']} answered differently"
+        )
+    return lines
 
 
 def picture(samples: Sequence[Sample], seconds: float, path: Path) -> None:
     """Shares of requests by TTFT and TPOT, tokens a second and hit rate over time, as a PNG."""
     from matplotlib.figure import Figure
 
-    answered = sorted((sample for sample in samples if sample.error is None), key=lambda sample: sample.last)
+    whole = [sample for sample in samples if sample.error is None and not sample.left]
+    answered = sorted(whole, key=lambda sample: sample.last)
     figure = Figure(figsize=(10, 6), layout="constrained")
     (ttft, tpot), (speed, cache) = figure.subplots(2, 2)
     for axes, name, values in (

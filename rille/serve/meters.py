@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from time import perf_counter
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -51,6 +51,7 @@ class Meters:
     def __init__(self, engine: ServingEngine, model: str) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_FromStats(engine, model))
+        ProcessCollector(registry=self._registry)
         self.first, self.between, self.whole = (
             Histogram(name, text, ["model_name"], registry=self._registry, buckets=buckets).labels(model)
             for name, text, buckets in (

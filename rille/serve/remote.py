@@ -46,9 +46,13 @@ class Server:
 
     def get(self, path: str) -> Json:
         """A body of JSON. Raises ValueError for what the server refuses."""
+        return json.loads(self.text(path))
+
+    def text(self, path: str) -> str:
+        """A body of text. Raises ValueError for what the server refuses."""
         connection, response = self._ask("GET", path, None)
         with closing(connection):
-            return json.loads(response.read())
+            return response.read().decode("utf-8")
 
     def events(self, path: str, body: Json) -> Generator[Json, None, None]:
         """Events of a stream, until its end. Raises ValueError for what the server refuses, OSError where it breaks."""

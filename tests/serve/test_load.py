@@ -7,6 +7,7 @@ import pytest
 
 from rille import cli
 from rille.serve.load_report import distinct, spread
+from rille.serve.schema import EngineStats
 from rille.serve.traces import TraceShape
 from tests.serve.scripted import small_tokenizer
 from tests.serve.served import MAX_LENGTH, serving
@@ -95,6 +96,60 @@ def test_c2_loops_are_refused(server, capsys):
     assert "go in circles" in capsys.readouterr().err
 
 
+def test_a_client_leaves_and_asks_again(server, tmp_path, capsys):
+    """Left replies end in the server; those asked again alone are held against what was said under load."""
+    gone = len(server.engine.aborted)
+    for _ in range(8):
+        server.say(list(range(10, 40)), gap_s=0.01)
+    assert bench(server, "--output", "9", "--aborts", "0.5", "--check", "2", "--out", str(tmp_path)) == 0
+    out = capsys.readouterr().out
+    found = json.loads((tmp_path / "bench_serve.json").read_text())
+    left = [sample for sample in found["samples"] if sample["left"]]
+    assert 0 < len(left) == found["figures"]["left"] < 6 and f"{len(left)} left in the middle" in out
+    assert all(sample["tokens"] for sample in left) and len(server.engine.aborted) >= gone + len(left) - 1
+    assert "2 asked again alone, 0 answered differently" in out
+    memory = found["figures"]["server"]["memory_mib"]
+    assert (
+        memory["most"] >= memory["before"] > 0
+        and memory["after"] > 0
+        and found["figures"]["server"]["pages_after"] == 0
+    )
+    first = found["samples"][0]
+    second = next(sample for sample in found["samples"] if (sample["session"], sample["turn"]) == (0, 1))
+    assert second["possible"] == first["prompt"] + len(first["tokens"]), "a turn goes on from what was heard"
+
+
+@pytest.mark.parametrize(
+    ("last", "figures", "told"),
+    [
+        ([9] * 20, EngineStats(), "1 of 1 requests were answered in another way alone"),
+        (list(range(10, 30)), EngineStats(pages_used=3), "0 requests are open and 3 pages held"),
+    ],
+)
+def test_what_a_check_finds(server, capsys, last, figures, told):
+    for _ in range(6):
+        server.say(list(range(10, 30)))
+    server.say(last)
+    server.engine.figures = figures
+    try:
+        assert bench(server, "--check", "1") == 1
+    finally:
+        server.engine.figures = EngineStats()
+    err = capsys.readouterr().err
+    assert told in err and err.count("\n") == 1
+
+
+def test_a_load_goes_on_for_so_long(server, tmp_path):
+    for _ in range(3000):
+        server.say(list(range(10, 30)))
+    assert bench(server, "--seconds", "0.5", "--concurrency", "2", "--out", str(tmp_path)) == 0
+    server.engine.scripts.clear()
+    found = json.loads((tmp_path / "bench_serve.json").read_text())
+    assert found["figures"]["requests"] > 6 and 0.5 < found["figures"]["seconds"] < 20
+    prompts = {(sample["session"], sample["prompt"]) for sample in found["samples"] if sample["turn"] == 0}
+    assert len({length for _, length in prompts}) > 3, "a round is not the last one again"
+
+
 def test_what_fails_is_counted(server, capsys):
     server.say([5, 6, 7], reason="error", error="no numbers")
     for start in range(4):
@@ -105,10 +160,14 @@ def test_what_fails_is_counted(server, capsys):
 
 
 def test_what_cannot_be_measured(server, capsys):
+    for _ in range(6):
+        server.say(list(range(10, 30)))
     for flags, told in (
         (("--ratio", "9000"), f"the server takes {MAX_LENGTH:,}"),
         (("--prefix", "3000"), "a shorter prefix"),
         (("--concurrency", "0"), "concurrency is 0"),
+        (("--aborts", "1.5"), "aborts is 1.5"),
+        (("--aborts", "1"), "the first: the client left it"),
     ):
         assert bench(server, *flags) == 2
         assert told in capsys.readouterr().err
