@@ -1,14 +1,15 @@
 """MLA attention on one GPU: first right, then fast, beside PyTorch's kernels and the bytes and products that must be.
 
-    PYTHONPATH=. python3 benchmarks/ops/mla.py --out FOLDER [--part NAME] [--only WORD] [--no-variants]
+    PYTHONPATH=. python3 benchmarks/ops/mla.py --out FOLDER [--part NAME] [--only WORD] [--form WORD]
+        [--no-variants]
 
 Each part is a process of its own: a fault in one leaves the other's figures. The gates compare outputs and gradients
 with float64 on the same card, two backward passes bit for bit, a sequence alone and in a batch bit for bit. Then times:
 medians of `triton.testing.do_bench`, single kernels and decode out of a CUDA graph. "packed" is the causal form at
 192 / 128 channels: PyTorch's backends forced by name and ours; TFLOP/s count half of the score matrix. "latents" is
 decoding from a paged cache; its floor reads each cached row once, at the speed of a copy measured in the same run.
-"rings" and "latent_rings" are the kernels in Gluon beside their twins. Variants are other block sizes. The tables come
-last; FOLDER/mla_*.json hold the numbers as far as a part came.
+"rings" and "latent_rings" are the kernels in Gluon beside their twins, "latent_parts" the two for many queries.
+Variants are other block sizes. The tables come last; FOLDER/mla_*.json hold the numbers as far as a part came.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from mla_latents import gate_latent_rings, gate_latents, time_latent_rings, time_latents
+from mla_latents import (
+    gate_latent_parts,
+    gate_latent_rings,
+    gate_latents,
+    time_latent_parts,
+    time_latent_rings,
+    time_latents,
+)
 from mla_report import Report, attempted, distance, milliseconds, print_tables, replayed
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -33,7 +41,7 @@ from rille.packing import Packing
 
 K, V = 192, 128
 BF16 = torch.bfloat16
-PARTS = ("latents", "packed", "rings", "latent_rings")
+PARTS = ("latents", "packed", "rings", "latent_rings", "latent_parts")
 MIXED = (1300, 547, 2048, 963, 271, 3063)
 CASES = {
     "B4 T4096 H8": ((4096,) * 4, 8),
@@ -183,25 +191,27 @@ def both_ways(call: Callable[[], Tensor], inputs: list[Tensor]) -> dict[str, flo
     return {"forward": forward, "with backward": attempted(and_back) if isinstance(forward, float) else "-"}
 
 
-def time_packed(report: Report, only: str, variants: bool) -> None:
+def time_packed(report: Report, only: str, form: str, variants: bool) -> None:
     for name, (lengths, H) in CASES.items():
         if only in name:
-            time_case(report, name, lengths, H)
+            time_case(report, name, lengths, H, form)
             if variants and name in ("T8192 H16", "T8192 H96"):
                 tensors, packing = draw(lengths, H)
                 time_kernels(report, name, flops(lengths, H), *(x.detach() for x in tensors[:3]), packing)
             torch.cuda.empty_cache()
 
 
-def time_case(report: Report, name: str, lengths: tuple[int, ...], H: int) -> None:
+def time_case(report: Report, name: str, lengths: tuple[int, ...], H: int, wanted: str) -> None:
     (q, k, v, gate), packing = draw(lengths, H)
     work, scale = flops(lengths, H), K**-0.5
     forms = {peer: lambda call=call: call(q, k, v, packing) for peer, call in peers(lengths)}
     forms["ours fp32"] = lambda: attention(q, k, v, packing, scale, backend="triton")
     forms["ours bf16"] = lambda: attention(q, k, v, packing, scale, dtype=BF16, backend="triton")
+    forms["cudnn gated"] = lambda: gated_attention(q, k, v, gate, packing, scale, backend="cudnn")
     forms["ours gated"] = lambda: gated_attention(q, k, v, gate, packing, scale, backend="triton")
     for form, call in forms.items():
-        timed(report, name, form, work, call, [q, k, v, gate] if form == "ours gated" else [q, k, v])
+        if wanted in form:
+            timed(report, name, form, work, call, [q, k, v, gate] if "gated" in form else [q, k, v])
 
 
 def timed(report: Report, case: str, name: str, work: float, call: Callable[[], Tensor], inputs: list[Tensor]) -> None:
@@ -248,6 +258,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("."))
     parser.add_argument("--part", choices=PARTS)
     parser.add_argument("--only", default="", help="only packed cases with this word in their name")
+    parser.add_argument("--form", default="", help="only packed forms with this word in their name")
     parser.add_argument("--no-variants", action="store_true")
     parser.add_argument("--seconds", type=float, default=100, help="limit of each part")
     options = parser.parse_args()
@@ -261,13 +272,16 @@ def main() -> int:
     report = Report(options.out, options.part)
     if options.part == "packed":
         gate_packed(report)
-        time_packed(report, options.only, not options.no_variants)
+        time_packed(report, options.only, options.form, not options.no_variants)
     elif options.part == "rings":
         gate_rings(report)
         time_rings(report, options.only)
     elif options.part == "latent_rings":
         gate_latent_rings(report)
         time_latent_rings(report)
+    elif options.part == "latent_parts":
+        gate_latent_parts(report)
+        time_latent_parts(report)
     else:
         gate_latents(report)
         time_latents(report, not options.no_variants)

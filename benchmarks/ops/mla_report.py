@@ -109,7 +109,7 @@ def print_ratios(rows: list[dict[str, Any]]) -> None:
     for case in dict.fromkeys(row["case"] for row in rows if "form" in row):
         for way in ("forward", "with backward"):
             found = {r["form"]: r[way] for r in rows if r.get("case") == case and isinstance(r.get(way), float)}
-            theirs = {n: ms for n, ms in found.items() if not n.startswith("ours")}
+            theirs = {n: ms for n, ms in found.items() if not n.startswith("ours") and "gated" not in n}
             if theirs and "ours fp32" in found:
                 best = min(theirs, key=theirs.__getitem__)
                 print(f"  {case}, {way}: ours {found['ours fp32']:.3f}, {best} {theirs[best]:.3f}: "

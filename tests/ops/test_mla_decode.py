@@ -148,10 +148,12 @@ def test_plans_depend_on_heads_and_room_alone() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("parts", [False, True])
 @pytest.mark.parametrize("page_rows", [32, 64, 192])
 @pytest.mark.parametrize("H", [40, 96])
-def test_gluon_equals_the_reference(H: int, page_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gluon_equals_the_reference(H: int, page_rows: int, parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "RINGS", True)
+    monkeypatch.setattr(launch, "PARTS", parts)
     Batch([1, 3, 0, 1, 2, 40], [5000, 2046, 70, 63, 5, 31], H, 576, page_rows).check(512)
 
 

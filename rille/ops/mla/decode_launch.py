@@ -26,6 +26,7 @@ MOST_SPLITS = 64
 WHOLE_SEQUENCE = 2**30
 WIDEST_VALUE, WIDEST_REST = 512, 256
 RINGS = True  # the kernel for many queries in Gluon, where it fits
+PARTS = False  # the one whose ring hands back parts of blocks of 64 rows: not measured yet
 STREAM = True  # the kernel for few queries in Gluon, where it fits
 BLOCK, TAIL = 64, 16  # cached rows of a step, and of a step over the last rows
 
@@ -136,7 +137,7 @@ def _one_class(
     grid = (tiles * splits, count)
     if STREAM and FEW and tiles == 1 and not without_stream(pool, V, tokens * H):
         _by_stream(q.view(N * H, R), pool, lists, bounds, V, SPLIT)
-    elif RINGS and not FEW and not without_rings(pool, V):
+    elif (RINGS or PARTS) and not FEW and not without_rings(pool, V):
         _by_rings(grid, q.view(N * H, R), pool, lists, bounds, V, SPLIT)
     else:
         whole = page_rows % BLOCK == 0 and fetchable(pool)
@@ -208,12 +209,16 @@ def _tables(q: Tensor, pool: Tensor, V: int, part: int, queries: int, block: int
 def _by_rings(
     grid: tuple[int, int], q: Tensor, pool: Tensor, lists: tuple[Any, ...], bounds: tuple[Any, ...], V: int, SPLIT: int
 ) -> None:
-    from rille.ops.mla import decode_gluon
+    from rille.ops.mla import decode_gluon, decode_parts
 
     page_rows, step = pool.shape[1], pool.stride(0) // pool.shape[2]
-    descriptors = _tables(q, pool, V, V // 4, 64, 32)
-    kernel: Any = decode_gluon.latent_rings_kernel
-    kernel[grid](*descriptors, *lists, step, *bounds, VALUE=V, PAGE=page_rows, SPLIT=SPLIT, STAGES=4, num_warps=4)
+    rest = dict(VALUE=V, PAGE=page_rows, SPLIT=SPLIT, num_warps=4)
+    if PARTS and page_rows % 64 == 0:
+        kernel: Any = decode_parts.latent_parts_kernel
+        kernel[grid](*_tables(q, pool, V, V // 4, 64, 64), *lists, step, *bounds, **rest)
+    else:
+        kernel = decode_gluon.latent_rings_kernel
+        kernel[grid](*_tables(q, pool, V, V // 4, 64, 32), *lists, step, *bounds, STAGES=4, **rest)
 
 
 def fetchable(pool: Tensor) -> bool:

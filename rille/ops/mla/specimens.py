@@ -11,6 +11,7 @@ from rille.ops.mla import (
     decode_gluon,
     decode_kernels,
     decode_launch,
+    decode_parts,
     decode_stream,
     forward_gluon,
     forward_kernels,
@@ -127,6 +128,13 @@ def latent_rings(V: int, R: int) -> Specimen:
     return specimen(f"latent_rings_v{V}", kernel, constants, blocks, num_warps=4, want_wgmma=True)
 
 
+def latent_parts(V: int, R: int) -> Specimen:
+    blocks = dict(q_desc=rows(64, V // 4), q_b_desc=rows(64, R - V), c_desc=rows(64, V // 4), c_b_desc=rows(64, R - V))
+    constants: dict[str, Any] = dict(VALUE=V, PAGE=64, SPLIT=4096, num_warps=4)
+    kernel = decode_parts.latent_parts_kernel
+    return specimen(f"latent_parts_v{V}", kernel, constants, blocks, num_warps=4, want_wgmma=True)
+
+
 def latent_stream(Q: int, V: int, R: int) -> Specimen:
     blocks = dict(q_desc=rows(Q, V), q_b_desc=rows(Q, R - V), c_desc=rows(64, V), c_b_desc=rows(64, R - V))
     constants: dict[str, Any] = dict(VALUE=V, PAGE=64, SPLIT=2048, Q=Q, num_warps=4)
@@ -160,6 +168,8 @@ def specimens() -> list[Specimen]:
         latents(16, 1, scaled=True),
         latent_rings(512, 576),
         latent_rings(256, 320),
+        latent_parts(512, 576),
+        latent_parts(256, 320),
         *(latent_stream(Q, 512, 576) for Q in (16, 32)),
         latent_stream(16, 256, 320),
         specimen("merge", decode_kernels.merge_kernel, merge, {}, num_warps=4),
