@@ -222,8 +222,9 @@ class Turn:
                     open_choices -= 1
                     if events := reader.finish(output):
                         yield Piece(output.index, tuple(events), None)
-                    meter.ended(output)
-                    yield reader.ended(output)
+                    ended = reader.ended(output)
+                    meter.ended(output, ended.usage, reader.is_stopped)
+                    yield ended
                 elif not reader.is_stopped:
                     meter.token(output.index)
                     yield Piece(output.index, self._events(reader, output), output)

@@ -6,17 +6,20 @@ vLLM's names begin with `vllm:`; what it has no name for begins with `rille:`. T
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 from time import perf_counter
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from rille.serve.schema import EngineStats, Finished, FinishReason, MissReason, ServingEngine
+from rille.serve.schema import EngineStats, Finished, FinishReason, MissReason, ServingEngine, Usage
+from rille.serve.schema import Histogram as Values
 
 FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 BETWEEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+LENGTHS = tuple(float(digit * 10**power) for power in range(7) for digit in (1, 2, 5))
 WHOLE = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 
 _COUNTERS = {
@@ -24,8 +27,10 @@ _COUNTERS = {
     "vllm:generation_tokens": ("generated_tokens", "tokens that were written"),
     "vllm:prefix_cache_queries": ("cache_queries", "prompt tokens that were looked up"),
     "vllm:prefix_cache_hits": ("cache_hits", "prompt tokens that were not computed"),
+    "vllm:external_prefix_cache_queries": ("external_queries", "prompt tokens that were looked up in the outer tier"),
     "vllm:external_prefix_cache_hits": ("external_hits", "of the hits those that came from the outer tier"),
     "vllm:num_preemptions": ("preemptions", "sequences set aside for want of memory"),
+    "vllm:spec_decode_num_drafts": ("drafts", "rows of guesses that were verified"),
     "vllm:spec_decode_num_draft_tokens": ("drafted", "tokens guessed"),
     "vllm:spec_decode_num_accepted_tokens": ("accepted", "tokens guessed that came true"),
     "rille:prefix_cache_latent_hits": ("latent_hits", "prompt tokens with latents there, usable or not"),
@@ -39,9 +44,14 @@ _GAUGES = {
     "rille:pages_used": ("pages_used", "pages that running sequences hold"),
     "rille:pages_cached": ("pages_cached", "pages that could be evicted"),
     "rille:checkpoints": ("checkpoints", "KDA states that can be resumed"),
+    "rille:checkpoint_pages": ("checkpoint_pages", "pages that those states lie on"),
     "rille:batch_tokens": ("batch_tokens", "tokens of the last step"),
     "rille:draft_length": ("draft_length", "tokens guessed at once in the last step"),
     "rille:weights_version": ("version", "version of the weights"),
+}
+_HISTOGRAMS = {
+    "vllm:iteration_tokens_total": ("step_tokens", "tokens of a step"),
+    "rille:resumed_tokens": ("resumed_tokens", "tokens of a prompt that were not computed, of every choice"),
 }
 
 
@@ -50,14 +60,18 @@ class Meters:
 
     def __init__(self, engine: ServingEngine, model: str) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_FromStats(engine, model))
+        self.num_stopped = 0  # choices that a stop string ended here, while the engine saw only that somebody aborted
+        self._registry.register(_FromStats(engine, model, self))
         ProcessCollector(registry=self._registry)
-        self.first, self.between, self.whole = (
+        self.first, self.between, self.each, self.whole, self.read, self.written = (
             Histogram(name, text, ["model_name"], registry=self._registry, buckets=buckets).labels(model)
             for name, text, buckets in (
                 ("vllm:time_to_first_token_seconds", "from submission to the first token", FIRST),
                 ("vllm:inter_token_latency_seconds", "between two tokens of a choice", BETWEEN),
+                ("vllm:request_time_per_output_token_seconds", "mean of that over a choice", BETWEEN),
                 ("vllm:e2e_request_latency_seconds", "from submission to the end of a choice", WHOLE),
+                ("vllm:request_prompt_tokens", "tokens of a prompt, for each choice that ended", LENGTHS),
+                ("vllm:request_generation_tokens", "tokens of a choice that ended", LENGTHS),
             )
         )
 
@@ -73,6 +87,7 @@ class Meters:
 class Meter:
     def __init__(self, meters: Meters, started: float) -> None:
         self._meters, self._started = meters, started
+        self._first: dict[int, float] = {}
         self._last: dict[int, float] = {}
 
     def token(self, index: int) -> None:
@@ -81,18 +96,27 @@ class Meter:
             self._meters.between.observe(now - self._last[index])
         else:
             self._meters.first.observe(now - self._started)
+            self._first[index] = now
         self._last[index] = now
 
-    def ended(self, finished: Finished) -> None:
-        if finished.reason in ("stop", "length"):
-            self._meters.whole.observe(perf_counter() - self._started)
+    def ended(self, finished: Finished, usage: Usage, stopped: bool) -> None:
+        """usage: as the client is told; stopped: a stop string ended the choice here."""
+        meters = self._meters
+        meters.num_stopped += stopped and finished.reason == "abort"
+        if not stopped and finished.reason not in ("stop", "length"):
+            return
+        meters.whole.observe(perf_counter() - self._started)
+        meters.read.observe(usage.prompt_tokens)
+        meters.written.observe(usage.completion_tokens)
+        if usage.completion_tokens > 1 and (first := self._first.get(finished.index)) is not None:
+            meters.each.observe((self._last[finished.index] - first) / (usage.completion_tokens - 1))
 
 
 class _FromStats(Collector):
     """Figures that the engine keeps, read when somebody asks."""
 
-    def __init__(self, engine: ServingEngine, model: str) -> None:
-        self._engine, self._model = engine, model
+    def __init__(self, engine: ServingEngine, model: str, meters: Meters) -> None:
+        self._engine, self._model, self._meters = engine, model, meters
 
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats()
@@ -102,6 +126,9 @@ class _FromStats(Collector):
             yield self._gauge(name, text, getattr(stats, field))
         share = stats.pages_used / stats.pages_total if stats.pages_total else 0.0
         yield self._gauge("vllm:kv_cache_usage_perc", "share of the pages that running sequences hold", share)
+        for name, (field, text) in _HISTOGRAMS.items():
+            yield self._histogram(name, text, getattr(stats, field))
+        yield self._config(stats)
         yield from self._labelled(stats)
 
     def _labelled(self, stats: EngineStats) -> Iterator[Metric]:
@@ -115,8 +142,10 @@ class _FromStats(Collector):
         finished = CounterMetricFamily(
             "vllm:request_success", "choices that ended, by reason", labels=["model_name", "finished_reason"]
         )
+        stopped = self._meters.num_stopped
+        moved = {"stop": stopped, "abort": -stopped}
         for reason in get_args(FinishReason):
-            finished.add_metric([self._model, reason], stats.finished.get(reason, 0))
+            finished.add_metric([self._model, reason], stats.finished.get(reason, 0) + moved.get(reason, 0))
         places = CounterMetricFamily(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "tokens guessed that came true, by their place in the draft",
@@ -134,4 +163,17 @@ class _FromStats(Collector):
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, text, labels=["model_name"])
         family.add_metric([self._model], value)
+        return family
+
+    def _histogram(self, name: str, text: str, values: Values) -> Metric:
+        family = HistogramMetricFamily(name, text, labels=["model_name"])
+        bounds = [*map(str, values.bounds), "+Inf"]
+        family.add_metric([self._model], list(zip(bounds, accumulate(values.counts), strict=True)), values.total)
+        return family
+
+    def _config(self, stats: EngineStats) -> Metric:
+        """How large the cache is, where routers look for it."""
+        names = ["model_name", "block_size", "num_gpu_blocks"]
+        family = GaugeMetricFamily("vllm:cache_config_info", "tokens to a page of latents, and pages", labels=names)
+        family.add_metric([self._model, str(stats.page_tokens), str(stats.pages_total)], 1)
         return family

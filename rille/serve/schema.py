@@ -203,6 +203,16 @@ class Completion:
 
 
 @dataclass(frozen=True)
+class Histogram:
+    """How many values were at most each of the rising bounds and above the one before; the last count is of those
+    above all bounds. total: their sum."""
+
+    bounds: tuple[float, ...] = ()
+    counts: tuple[int, ...] = (0,)
+    total: float = 0.0
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """Figures at this moment; totals since the start. Pages are those of the one pool."""
 
@@ -211,12 +221,15 @@ class EngineStats:
     pages_total: int = 0
     pages_used: int = 0  # by requests that run
     pages_cached: int = 0  # evictable
+    page_tokens: int = 0  # latents to a page
     checkpoints: int = 0
+    checkpoint_pages: int = 0  # that they lie on
     prompt_tokens: int = 0
     generated_tokens: int = 0
     cache_queries: int = 0  # prompt tokens looked up
     cache_hits: int = 0  # of those not computed
     latent_hits: int = 0  # of those with latents there, whether or not a checkpoint let them be used
+    external_queries: int = 0  # tokens that were looked for in the outer tier, for the pool did not have them
     external_hits: int = 0
     misses: Mapping[MissReason, int] = field(default_factory=dict)
     preemptions: int = 0
@@ -225,7 +238,10 @@ class EngineStats:
     finished: Mapping[FinishReason, int] = field(default_factory=dict)
     steps: int = 0
     batch_tokens: int = 0  # of the last step
-    drafted: int = 0
+    step_tokens: Histogram = Histogram()  # of every step
+    resumed_tokens: Histogram = Histogram()  # of every choice: tokens of its prompt that were not computed
+    drafts: int = 0  # rows of guesses that were verified
+    drafted: int = 0  # tokens in them
     accepted: int = 0
     accepted_at: tuple[int, ...] = ()  # by place in the draft
     draft_length: int = 0  # of the last step

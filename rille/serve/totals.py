@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 
 from rille.serve.scheduler import Scheduler, Step
-from rille.serve.schema import EngineStats, Finished, FinishReason, Output, TokenOutput
+from rille.serve.schema import EngineStats, Finished, FinishReason, Histogram, Output, TokenOutput
 from rille.serve.sequences import Part
+
+STEP_TOKENS = tuple(float(1 << power) for power in range(15))
+RESUMED_TOKENS = (0.0, *(float(1 << power) for power in range(6, 21)))
+
+
+class Counts:
+    """A histogram that grows."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds, self._counts, self._total = tuple(bounds), [0] * (len(bounds) + 1), 0.0
+
+    def add(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._total += value
+
+    def read(self) -> Histogram:
+        return Histogram(self._bounds, tuple(self._counts), self._total)
 
 
 class Totals:
@@ -15,7 +33,8 @@ class Totals:
 
     def __init__(self) -> None:
         self.refused = self.steps = self.batch_tokens = self.prompt_tokens = self.generated = 0
-        self.drafted = self.accepted = self.draft_length = 0
+        self.drafts = self.drafted = self.accepted = self.draft_length = 0
+        self._step_tokens, self._resumed_tokens = Counts(STEP_TOKENS), Counts(RESUMED_TOKENS)
         self._accepted_at: list[int] = []
         self._finished: Counter[FinishReason] = Counter()
 
@@ -23,6 +42,7 @@ class Totals:
         """A part of a step is over."""
         self.prompt_tokens += max(0, min(part.start + part.count, part.sequence.num_prompt) - part.start)
         self.generated += sum(isinstance(output, TokenOutput) for output in outputs)
+        self.drafts += bool(part.drafts)
         self.drafted += len(part.drafts)
         self.accepted += accepted
         self._accepted_at += [0] * (len(part.drafts) - len(self._accepted_at))
@@ -32,9 +52,13 @@ class Totals:
     def note_step(self, step: Step) -> None:
         self.steps += 1
         self.batch_tokens = step.num_tokens
+        self._step_tokens.add(self.batch_tokens)
 
     def note_end(self, outputs: Sequence[Output]) -> None:
-        self._finished.update(output.reason for output in outputs if isinstance(output, Finished))
+        for output in outputs:
+            if isinstance(output, Finished):
+                self._finished[output.reason] += 1
+                self._resumed_tokens.add(output.usage.cached_tokens)
 
     def stats(self, scheduler: Scheduler, pending: int) -> EngineStats:
         cache = scheduler.cache
@@ -45,12 +69,15 @@ class Totals:
             pages_total=store.pool.num_pages,
             pages_used=store.pool.num_pages - store.available,
             pages_cached=store.num_evictable,
+            page_tokens=cache.page_tokens,
             checkpoints=store.num_states,
+            checkpoint_pages=store.num_states * cache.groups,
             prompt_tokens=self.prompt_tokens,
             generated_tokens=self.generated,
             cache_queries=counts.queries,
             cache_hits=counts.hits,
             latent_hits=counts.latent_hits,
+            external_queries=0 if store.tier is None else counts.queries - counts.hits + counts.external,
             external_hits=counts.external,
             misses=dict(counts.misses),
             preemptions=scheduler.num_preempted,
@@ -59,6 +86,9 @@ class Totals:
             finished=dict(self._finished),
             steps=self.steps,
             batch_tokens=self.batch_tokens,
+            step_tokens=self._step_tokens.read(),
+            resumed_tokens=self._resumed_tokens.read(),
+            drafts=self.drafts,
             drafted=self.drafted,
             accepted=self.accepted,
             accepted_at=tuple(self._accepted_at),

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from rille.serve.api import Limits
-from rille.serve.schema import EngineStats, QueueFull, TooLarge, Unavailable
+from rille.serve.schema import EngineStats, Histogram, QueueFull, TooLarge, Unavailable
 from tests.serve.scripted import reply_ids, small_tokenizer
 from tests.serve.served import MAX_LENGTH, refused, serving, until
 from tests.serve.test_api_chat import FORMAT, TOOL, USER
@@ -336,10 +336,15 @@ def test_b13_metrics(server, tokenizer):
         misses={"cold": 30, "no_checkpoint": 10},
         finished={"stop": 7},
         accepted_at=(5, 2),
+        step_tokens=Histogram((1.0, 2.0), (4, 2, 1), 21.0),
+        page_tokens=128,
     )
     before = value(server, "vllm:e2e_request_latency_seconds_count")
     server.say(reply_ids(tokenizer, content="x"))
     server.post(CHAT, {"messages": [USER]})
+    assert [value(server, "vllm:iteration_tokens_total_bucket", le=le) for le in ("1.0", "2.0", "+Inf")] == [4, 6, 7]
+    assert value(server, "vllm:iteration_tokens_total_sum") == 21
+    assert value(server, "vllm:cache_config_info", block_size="128", num_gpu_blocks="10") == 1
     assert value(server, "vllm:num_requests_running") == 3
     assert value(server, "vllm:kv_cache_usage_perc") == 0.4
     assert value(server, "vllm:prefix_cache_queries_total") == 100
@@ -351,6 +356,21 @@ def test_b13_metrics(server, tokenizer):
     assert value(server, "vllm:e2e_request_latency_seconds_count") == before + 1
     assert value(server, "vllm:time_to_first_token_seconds_count") >= 1
     assert value(server, "vllm:inter_token_latency_seconds_count") >= 1
+    assert value(server, "vllm:request_time_per_output_token_seconds_count") >= 1
+    assert value(server, "vllm:request_generation_tokens_sum") >= len(reply_ids(tokenizer, content="x"))
+
+
+def test_a_stop_string_is_no_abort_in_the_metrics(tokenizer):
+    """A chat ends at a stop string by an abort of the engine's request; the client was answered all the same."""
+    with serving(tokenizer) as server:
+        server.say(reply_ids(tokenizer, content="one STOP two three four five six"), gap_s=0.01)
+        status, body, _ = server.post(CHAT, {"messages": [USER], "stop": "STOP"})
+        assert status == 200 and body["choices"][0]["finish_reason"] == "stop"
+        server.engine.figures = EngineStats(finished={"abort": 1})
+        assert value(server, "vllm:request_success_total", finished_reason="stop") == 1
+        assert value(server, "vllm:request_success_total", finished_reason="abort") == 0
+        assert value(server, "vllm:e2e_request_latency_seconds_count") == 1
+        assert value(server, "vllm:request_generation_tokens_sum") == body["usage"]["completion_tokens"]
 
 
 def value(server, name, **labels):

@@ -61,10 +61,10 @@ def test_named_files_and_metrics_exist():
     with serving(small_tokenizer()) as server:
         served = server.get("/metrics")[1].decode()
     section = TEXT.partition("## Metrics")[2].partition("## Events")[0]
-    for name in re.findall(r"`([a-z0-9]+_[a-z0-9_]+)`", section.partition("Ours")[0]):
-        assert f"vllm:{name}" in served, name
-    for name in re.findall(r"`(rille:\w+)`", section):
-        assert name in served
+    names = set(re.findall(r"`([a-z0-9]+_[a-z0-9_]+)`", section.partition("Ours")[0])) - {"finished_reason"}
+    assert len(names) > 20
+    for name in {f"vllm:{name}" for name in names} | set(re.findall(r"`(rille:\w+|process_\w+)`", section)):
+        assert re.search(rf"^# TYPE {name} ", served, re.MULTILINE), name
 
 
 ROWS = re.findall(r"^\| ([A-D]\d+(?:, [A-D]\d+)*) \| [^|]+ \| ([^|]+) \|$", TABLE, re.MULTILINE)
