@@ -143,7 +143,7 @@ def expert_glu(
         return grouped.expert_glu(x, ids, weights, experts.w13, experts.w2, experts.activation)
     from rille.ops.moe import function
 
-    form, caps = function.form_of(x.shape[1], experts.w2.shape[2]), _caps(experts.activation)
+    form, caps = function.form_of(x.shape[1], experts.w2.shape[2]), caps_of(experts.activation)
     assert caps is not None
     operands = (_dense(x), ids.contiguous(), weights.contiguous(), experts.w13, experts.w2)
     return function.experts(*operands, *caps, form)[0]
@@ -161,7 +161,7 @@ def choose_router_backend(scores: Tensor, bias: Tensor) -> tuple[str, str]:
     return ("triton", "CUDA tensors of a supported shape") if reason is None else ("select", reason)
 
 
-def _caps(activation: Callable[[Tensor, Tensor], Tensor]) -> tuple[float, float, bool] | None:
+def caps_of(activation: Callable[[Tensor, Tensor], Tensor]) -> tuple[float, float, bool] | None:
     """(cap of the gate, of the up part, whether they count) of an activation that the kernels know."""
     if activation is swiglu:
         return 1.0, 1.0, False
@@ -183,7 +183,7 @@ def _experts_obstacle(x: Tensor, experts: ExpertOperands) -> str | None:
         return f"the kernels take latent widths that 16 divides and expert widths that 8 divides, not {L} and {F}"
     if not (experts.w13.is_contiguous() and experts.w2.is_contiguous()):
         return "the experts' weights have gaps between rows"
-    if _caps(experts.activation) is None:
+    if caps_of(experts.activation) is None:
         return f"the kernels know swiglu and situ_glu with two caps, not {experts.activation}"
     return None
 
