@@ -1,10 +1,8 @@
 """The engine: requests in, tokens out, step by step.
 
-    drain what came  ->  guess tokens  ->  schedule  ->  copies  ->  one forward  ->  draw  ->  replay what came true
-         ->  checkpoints  ->  publish  ->  deliver
-
-`rille.serve.scheduler` decides what runs, `rille.serve.prefix` what need not, `runner` computes, `sampler` draws. The
-engine is the only place where they meet. One thread steps; submit, abort and stats are safe from any other.
+`rille.serve.scheduler` decides what runs, `rille.serve.prefix` what need not, `runner` computes, `sampler` draws.
+`stepping` is where they meet, a step at a time; the engine is the face to it. One thread steps; submit, abort and stats
+are safe from any other.
 """
 
 from __future__ import annotations
@@ -24,14 +22,12 @@ from torch import Tensor
 
 from rille.model.model import K3
 from rille.serve.assemble import count_pages, load, model_stop_ids, new_drafter, new_graphs, new_scheduler
-from rille.serve.drawing import draw_parts, experts_of
 from rille.serve.grammar import Matcher, Vocabulary
 from rille.serve.handle import RequestHandle
 from rille.serve.paged import Pages
 from rille.serve.reply import Reply
 from rille.serve.requests import check_request, collect, picture_spans
-from rille.serve.runner import Ran, Runner
-from rille.serve.scheduler import Step
+from rille.serve.runner import Runner
 from rille.serve.schema import (
     Completion,
     EngineStats,
@@ -42,10 +38,10 @@ from rille.serve.schema import (
     SamplingParams,
     Unavailable,
 )
-from rille.serve.sequences import Part
 from rille.serve.sequences import Sequence as Choice
 from rille.serve.settings import EngineConfig
-from rille.serve.speculation import Draft, Drafter, DraftLength
+from rille.serve.speculation import Drafter
+from rille.serve.stepping import Stepper
 from rille.serve.totals import Totals
 from rille.text.vocabulary import Tokenizer
 
@@ -83,15 +79,23 @@ class Engine:
         self.drafter = new_drafter(self.model, self.config, None if isinstance(drafter, str) else drafter)
         self.runner.keeps_hidden = self.drafter is not None and self.drafter.reads_hidden
         self.runner.graphs = new_graphs(self.model, self.pages, self.scheduler, self.config)
-        self.lengths = DraftLength(self.config.draft_length, fixed=not self.config.adaptive_drafts)
-        self._drafts: dict[Choice, Draft] = {}
-        self._replies: dict[Choice, Reply] = {}
         self._handles: dict[str, RequestHandle] = {}
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._lock, self._numbers, self._pending = Lock(), itertools.count(1), 0
         self._thread: Thread | None = None
         self._wake, self._closing = Event(), False
         self._totals = Totals()
+        self._stepper = Stepper(
+            self.config,
+            self.pages,
+            self.scheduler,
+            self.runner,
+            self.drafter,
+            self._totals,
+            deliver=lambda choice, outputs: self._handles[choice.id].put(outputs),
+            end=self._end,
+        )
+        self._replies = self._stepper.replies
 
     # --- the face ---
 
@@ -203,6 +207,7 @@ class Engine:
 
     @torch.no_grad()
     def _replace(self, given: dict[str, Tensor], there: dict[str, Tensor], version: int) -> None:
+        self._stepper.settle()
         for name, tensor in given.items():
             there[name].copy_(tensor)
         self.model.prepare()
@@ -296,94 +301,13 @@ class Engine:
     def _end(self, choice: Choice, outputs: Sequence[Output]) -> None:
         """The last outputs of a choice; its pages go."""
         self.scheduler.finish(choice)
-        self._replies.pop(choice)
-        self._drafts.pop(choice, None)
-        self.runner.forget(choice)
-        if self.drafter is not None:
-            self.drafter.forget(choice)
+        self._stepper.forget(choice)
         self._totals.note_end(outputs)
         self._handles[choice.id].put(outputs)
         if not any(other.id == choice.id for other in self._replies):
             del self._handles[choice.id]
 
-    # --- a step ---
-
     def step(self) -> bool:
         """One step; False where there was nothing to run."""
         self._drain()
-        self._guess()
-        began = perf_counter()
-        step = self.scheduler.step(began)
-        for choice in step.expired:
-            self._end(choice, [self._replies[choice].end("abort", error="the deadline has passed")])
-        if not step.parts:
-            return False
-        self.pages.clear(step.clear)
-        self.pages.copy(step.copies)
-        self._compute(step)
-        if self.config.poison:
-            self.pages.poison(self.scheduler.cache.store.pool.free_pages())
-        seconds = perf_counter() - began
-        if all(part.count == 1 for part in step.parts):
-            self.lengths.note_time(step.num_tokens, seconds)
-        self.scheduler.note_rate(step, seconds)
-        return True
-
-    def _guess(self) -> None:
-        """Drafts for everything that decodes."""
-        if self.drafter is None:
-            return
-        decoding = [choice for choice in self.scheduler.running if choice.num_left == 1]
-        limit = self.lengths.choose(len(decoding)) if decoding else 0
-        self._totals.draft_length = limit
-        for choice in decoding:
-            draft = self.drafter.propose(choice, limit) if limit else Draft()
-            self._drafts[choice], choice.drafts = draft, draft.tokens
-
-    def _compute(self, step: Step) -> None:
-        parts = step.parts
-        replies = [self._replies[part.sequence] for part in parts]
-        wants_experts = any(part.sequence.request.params.expert_ids for part in parts)
-        ran = self.runner.run(parts, wants_experts)
-        rows = [reply.rows(part.drafts) if part.ends else [] for part, reply in zip(parts, replies, strict=True)]
-        drawn = draw_parts(ran.logits, parts, rows, self._drafts)
-        experts = experts_of(ran.experts, rows)
-        outputs, accepted = [], []
-        for part, reply, tokens, chosen in zip(parts, replies, drawn, experts, strict=True):
-            outputs.append(reply.take(tokens, self.version, chosen[: len(tokens)]))
-            # A draft that came true was consumed, unless the reply ended before it.
-            accepted.append(min(max(len(tokens) - 1, 0), len(part.sequence.chain) - part.start - part.count))
-        drafted = [(p, a) for p, a in zip(parts, accepted, strict=True) if p.drafts]
-        self.runner.replay(ran, [p for p, _ in drafted], [a for _, a in drafted])
-        self._observe(ran, parts, accepted)
-        self._finish_step(step, replies, accepted, outputs)
-
-    def _observe(self, ran: Ran, parts: Sequence[Part], accepted: Sequence[int]) -> None:
-        """Show the drafter the rows that are now known, each with the token that follows it."""
-        if ran.hidden is None or self.drafter is None:
-            return
-        for part, start, count in zip(parts, ran.starts, accepted, strict=True):
-            ids = part.sequence.chain.ids
-            known = min(part.count + count, len(ids) - 1 - part.start)
-            following = ids[part.start + 1 : part.start + 1 + known].tolist()
-            self.drafter.observe(part.sequence, part.start, ran.hidden[start : start + known], following)
-
-    def _finish_step(
-        self, step: Step, replies: Sequence[Reply], accepted: Sequence[int], outputs: Sequence[list[Output]]
-    ) -> None:
-        copies = []
-        for part, reply, count in zip(step.parts, replies, accepted, strict=True):
-            if reply.failed:
-                self.scheduler.condemn(part.sequence)
-            copies += self.scheduler.settle(part, count)
-        self.pages.copy(copies)
-        for part, reply, count, some in zip(step.parts, replies, accepted, outputs, strict=True):
-            self.scheduler.landed(part, count)
-            if part.drafts:
-                self.lengths.note(len(part.drafts), count)
-            self._totals.note_part(part, count, some)
-            if reply.is_done:
-                self._end(part.sequence, some)
-            elif some:
-                self._handles[part.sequence.id].put(some)
-        self._totals.note_step(step)
+        return self._stepper.step()

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from rille.serve.grammar import Matcher
-from rille.serve.sampler import Drawn, Row
+from rille.serve.sampler import Drawn, Lot, Row, lot_of, uniform
 from rille.serve.schema import Finished, FinishReason, Output, TokenOutput, Usage
 from rille.serve.sequences import Sequence as Choice
 from rille.serve.stopping import StopStrings
@@ -33,10 +33,24 @@ class Reply:
         self._stream = TextStream(tokenizer) if tokenizer is not None else None
         self._strings = StopStrings(params.stop)
         self.is_done = self.failed = False
+        bends = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
+        looks = params.top_logprobs or params.expert_ids or matcher is not None
+        self._is_free = not (bends or looks or params.logit_bias)
 
     @property
     def _written(self) -> Sequence[int]:
         return self.sequence.chain.ids[self.sequence.num_prompt :]
+
+    def is_free(self, ahead: int) -> bool:
+        """Whether the token after the next `ahead` is drawn from the logits as they are, whatever was written: then the
+        device draws it without us."""
+        held = self.sequence.num_written + ahead < self.sequence.request.params.min_tokens and self.stop_ids
+        return self._is_free and not held
+
+    def lot(self, ahead: int) -> Lot:
+        """What draws that token."""
+        params, place = self.sequence.request.params, self.sequence.num_written + ahead
+        return lot_of(params, uniform(self.seed, self.sequence.index, place) if params.temperature > 0 else 0.0)
 
     def rows(self, drafts: Sequence[int]) -> list[Row]:
         """What decides the next token, and the one after each draft if it and those before come true."""

@@ -103,7 +103,7 @@ class Scheduler:
 
     def _wait_s(self) -> float:
         """When the queue will have moved, by what was measured; at least a second."""
-        queued = sum(len(s.chain) for s in self._all_waiting())
+        queued = sum(len(s.chain) for s in self.all_waiting())
         return float(max(1, min(600, ceil(queued / self.prefill_rate) if self.prefill_rate else 1)))
 
     def submit(
@@ -135,7 +135,7 @@ class Scheduler:
     def _enqueue(self, sequence: Sequence) -> None:
         insort(self.waiting[sequence.kind], sequence, key=lambda s: s.rank)
 
-    def _all_waiting(self) -> Iterator[Sequence]:
+    def all_waiting(self) -> Iterator[Sequence]:
         for queue in self.waiting.values():
             yield from queue
 
@@ -155,7 +155,7 @@ class Scheduler:
         return step
 
     def _expire(self, now: float) -> list[Sequence]:
-        every = (*self.running, *self._all_waiting())
+        every = (*self.running, *self.all_waiting())
         late = [s for s in every if s.deadline is not None and s.deadline <= now]
         for sequence in late:
             self.finish(sequence)
@@ -377,7 +377,7 @@ class Scheduler:
         for sequence in self.running:
             assert sequence.holding is not None
             sequence.holding.is_private = True
-        for sequence in self._all_waiting():
+        for sequence in self.all_waiting():
             sequence.chain, sequence.parked_at = sequence.chain.under(version), None
 
 

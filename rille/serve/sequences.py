@@ -79,7 +79,7 @@ class Part:
     """What one sequence does in a step: tokens [start, start + count) of its chain, then the drafts.
 
     scratch: pages with a copy of the state, on which a step with drafts works; its own state stays where it is until it
-    is known which drafts came true.
+    is known which drafts came true. source: where its one token is still being drawn, the row of the step that does it.
     """
 
     sequence: Sequence
@@ -87,11 +87,12 @@ class Part:
     count: int
     drafts: tuple[int, ...] = ()
     scratch: tuple[int, ...] = ()
+    source: int = -1
 
     @property
     def ends(self) -> bool:
         """Whether a token is drawn after it."""
-        return self.start + self.count == len(self.sequence.chain)
+        return self.source >= 0 or self.start + self.count == len(self.sequence.chain)
 
     @property
     def num_tokens(self) -> int:

@@ -60,6 +60,10 @@ class EngineConfig:
     cuda_graphs: bool = True
     """Record decoding steps on a GPU and replay them. Elsewhere, and with deterministic, there is nothing to record."""
 
+    overlap: bool = True
+    """While the device computes a recorded step prepare the next one; tokens are seen one step late. What needs them at
+    once (grammars, penalties, drafts, prompts) waits for them in any case."""
+
     deterministic: bool = False
     """Every request is computed as if it were alone: the same bits whatever runs beside it and whatever is cached.
     Slow; without a drafter."""

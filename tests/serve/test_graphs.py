@@ -33,11 +33,13 @@ def test_recorded_steps_agree_with_steps_as_they_come():
     model = new_model(preset("nano"), dtype=torch.bfloat16, device="cuda", seed=1)
     prompts = [prompt(n, seed=n) for n in (5, 64, 300, 1000, 77)]
     params = SamplingParams(max_tokens=20, temperature=0)
-    eager, recorded = (Engine(model, num_pages=200, hash_unit=64, cuda_graphs=on) for on in (False, True))
+    common = {"num_pages": 200, "hash_unit": 64}
+    eager, recorded, ahead = (Engine(model, **common, cuda_graphs=g, overlap=o) for g, o in ((0, 0), (1, 0), (1, 1)))
     for cached in ([0] * 5, [0, 0, 256, 960, 64], [0, 0, 256, 960, 64]):  # then from the cache, among other memory
-        results = zip(eager.generate(prompts, params), recorded.generate(prompts, params), cached, strict=True)
-        for (one,), (other,), hit in results:
+        results = [served.generate(prompts, params) for served in (eager, recorded, ahead)]
+        for (one,), (other,), (last,), hit in zip(*results, cached, strict=True):
             assert one.usage.cached_tokens == other.usage.cached_tokens == hit
+            assert (last.tokens, last.logprobs, last.usage) == (other.tokens, other.logprobs, other.usage)
             assert one.tokens[0] == other.tokens[0]
             same = next((n for n in range(20) if one.tokens[n] != other.tokens[n]), 20)
             assert one.logprobs[:same] == pytest.approx(other.logprobs[:same], abs=0.05)

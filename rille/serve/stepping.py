@@ -1,0 +1,227 @@
+"""What the thread of an engine does, step by step.
+
+    guess tokens  ->  schedule  ->  copies  ->  one forward  ->  draw  ->  replay what came true
+         ->  checkpoints  ->  publish  ->  deliver
+
+A recorded step draws on the device (`rille.serve.graphs`). With `overlap` it is launched and left to run: the next call
+launches the one behind it (`rille.serve.ahead`), then waits for its tokens. Where the next step needs the tokens, or is
+no plain decoding, the call only waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+from rille.serve.ahead import follow
+from rille.serve.drawing import draw_parts, experts_of
+from rille.serve.graphs import Launched
+from rille.serve.paged import Pages
+from rille.serve.reply import Reply
+from rille.serve.runner import Ran, Runner
+from rille.serve.scheduler import Scheduler, Step
+from rille.serve.schema import Output
+from rille.serve.sequences import Part
+from rille.serve.sequences import Sequence as Choice
+from rille.serve.settings import EngineConfig
+from rille.serve.speculation import Draft, Drafter, DraftLength
+from rille.serve.totals import Totals
+
+Deliver = Callable[[Choice, Sequence[Output]], None]
+
+
+@dataclass
+class Flight:
+    """A recorded step that was launched. settled: its checkpoints are copied already. began: when."""
+
+    step: Step
+    launched: Launched
+    began: float
+    settled: bool = False
+
+
+class Stepper:
+    """deliver: hands outputs of a choice on; end: the last ones, after which the choice is forgotten here
+    (`forget`)."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        pages: Pages,
+        scheduler: Scheduler,
+        runner: Runner,
+        drafter: Drafter | None,
+        totals: Totals,
+        deliver: Deliver,
+        end: Deliver,
+    ) -> None:
+        self._config, self._pages, self._scheduler, self._runner = config, pages, scheduler, runner
+        self._drafter, self._totals, self._deliver, self._end = drafter, totals, deliver, end
+        self.replies: dict[Choice, Reply] = {}
+        self.lengths = DraftLength(config.draft_length, fixed=not config.adaptive_drafts)
+        self._drafts: dict[Choice, Draft] = {}
+        self._limit: int | None = None  # of the drafts of the next step, where it is chosen already
+        self._flight: Flight | None = None
+        self._landed_at = 0.0
+
+    def forget(self, choice: Choice) -> None:
+        """It has ended."""
+        self.replies.pop(choice)
+        self._drafts.pop(choice, None)
+        self._runner.forget(choice)
+        if self._drafter is not None:
+            self._drafter.forget(choice)
+
+    def settle(self) -> None:
+        """Wait for what runs and take it in: after this nothing is under way."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._land(flight)
+
+    def step(self) -> bool:
+        """One step; False where there was nothing to run."""
+        if (flight := self._flight) is not None:
+            self._flight = self._launch_behind(flight)
+            self._land(flight)
+            if self._flight is not None and all(part.sequence.is_done for part in self._flight.step.parts):
+                self._flight = None
+            return True
+        self._guess()
+        began = perf_counter()
+        step = self._scheduler.step(began)
+        for choice in step.expired:
+            self._end(choice, [self.replies[choice].end("abort", error="the deadline has passed")])
+        if not step.parts:
+            return False
+        self._pages.clear(step.clear)
+        self._pages.copy(step.copies)
+        if self._can_launch(step):
+            self._flight = self._launch(step, began)
+            if not self._config.overlap:
+                self.settle()
+        else:
+            self._compute(step)
+            self._finish_times(step, perf_counter() - began)
+        return True
+
+    def _finish_times(self, step: Step, seconds: float) -> None:
+        if self._config.poison:
+            self._pages.poison(self._scheduler.cache.store.pool.free_pages())
+        if all(part.count == 1 for part in step.parts):
+            self.lengths.note_time(step.num_tokens, seconds)
+        self._scheduler.note_rate(step, seconds)
+
+    def _guess(self) -> None:
+        """Drafts for everything that decodes."""
+        if self._drafter is None:
+            return
+        decoding = [choice for choice in self._scheduler.running if choice.num_left == 1]
+        limit, self._limit = self._choose_limit(len(decoding)), None
+        for choice in decoding:
+            draft = self._drafter.propose(choice, limit) if limit else Draft()
+            self._drafts[choice], choice.drafts = draft, draft.tokens
+
+    def _choose_limit(self, decoding: int) -> int:
+        """How many tokens to guess for each sequence; asked for twice before a step it is the same."""
+        if self._limit is None:
+            self._limit = self.lengths.choose(decoding) if decoding and self._drafter is not None else 0
+            self._totals.draft_length = self._limit
+        return self._limit
+
+    # --- recorded steps ---
+
+    def _can_launch(self, step: Step) -> bool:
+        """Whether the device can draw for a step, with what is recorded if another one runs."""
+        graphs, ahead = self._runner.graphs, step.parts[0].source >= 0
+        if graphs is None or self._runner.keeps_hidden or not graphs.can_run(step.parts):
+            return False
+        if not all(self.replies[part.sequence].is_free(int(ahead)) for part in step.parts):
+            return False
+        return not ahead or graphs.is_recorded(step.parts)
+
+    def _launch(self, step: Step, began: float) -> Flight:
+        assert self._runner.graphs is not None
+        ahead = int(step.parts[0].source >= 0)
+        lots = [self.replies[part.sequence].lot(ahead) for part in step.parts]
+        return Flight(step, self._runner.graphs.launch(step.parts, lots), began)
+
+    def _launch_behind(self, flight: Flight) -> Flight | None:
+        """Send off the step after one that runs; None where that one has to land first."""
+        if self._choose_limit(len(flight.step.parts)):
+            return None
+        began = perf_counter()
+        step = follow(self._scheduler, flight.step, began)
+        if step is None or not self._can_launch(step):
+            return None
+        self._limit, flight.settled = None, True
+        alive = [part for part in flight.step.parts if not part.sequence.is_done]
+        self._pages.copy([copy for part in alive for copy in self._scheduler.settle(part)])
+        return self._launch(step, began)
+
+    def _land(self, flight: Flight) -> None:
+        """Wait for the tokens of a step and take them in; choices that ended meanwhile are passed over."""
+        drawn = flight.launched.wait()
+        pairs = [(p, one) for p, one in zip(flight.step.parts, drawn, strict=True) if not p.sequence.is_done]
+        step, version = Step([part for part, _ in pairs]), self._scheduler.version
+        replies = [self.replies[part.sequence] for part in step.parts]
+        outputs = [reply.take([one], version, [None]) for reply, (_, one) in zip(replies, pairs, strict=True)]
+        self._finish_step(step, replies, [0] * len(pairs), outputs, flight.settled)
+        now = perf_counter()
+        self._finish_times(step, now - max(flight.began, self._landed_at))
+        self._landed_at = now
+
+    # --- any step ---
+
+    def _compute(self, step: Step) -> None:
+        parts = step.parts
+        replies = [self.replies[part.sequence] for part in parts]
+        wants_experts = any(part.sequence.request.params.expert_ids for part in parts)
+        ran = self._runner.run(parts, wants_experts)
+        rows = [reply.rows(part.drafts) if part.ends else [] for part, reply in zip(parts, replies, strict=True)]
+        drawn = draw_parts(ran.logits, parts, rows, self._drafts)
+        experts = experts_of(ran.experts, rows)
+        outputs, accepted = [], []
+        for part, reply, tokens, chosen in zip(parts, replies, drawn, experts, strict=True):
+            outputs.append(reply.take(tokens, self._scheduler.version, chosen[: len(tokens)]))
+            # A draft that came true was consumed, unless the reply ended before it.
+            accepted.append(min(max(len(tokens) - 1, 0), len(part.sequence.chain) - part.start - part.count))
+        drafted = [(p, a) for p, a in zip(parts, accepted, strict=True) if p.drafts]
+        self._runner.replay(ran, [p for p, _ in drafted], [a for _, a in drafted])
+        self._observe(ran, parts, accepted)
+        self._finish_step(step, replies, accepted, outputs)
+
+    def _observe(self, ran: Ran, parts: Sequence[Part], accepted: Sequence[int]) -> None:
+        """Show the drafter the rows that are now known, each with the token that follows it."""
+        if ran.hidden is None or self._drafter is None:
+            return
+        for part, start, count in zip(parts, ran.starts, accepted, strict=True):
+            ids = part.sequence.chain.ids
+            known = min(part.count + count, len(ids) - 1 - part.start)
+            following = ids[part.start + 1 : part.start + 1 + known].tolist()
+            self._drafter.observe(part.sequence, part.start, ran.hidden[start : start + known], following)
+
+    def _finish_step(
+        self,
+        step: Step,
+        replies: Sequence[Reply],
+        accepted: Sequence[int],
+        outputs: Sequence[list[Output]],
+        settled: bool = False,
+    ) -> None:
+        copies = []
+        for part, reply, count in zip(step.parts, replies, accepted, strict=True):
+            if reply.failed:
+                self._scheduler.condemn(part.sequence)
+            copies += [] if settled else self._scheduler.settle(part, count)
+        self._pages.copy(copies)
+        for part, reply, count, some in zip(step.parts, replies, accepted, outputs, strict=True):
+            self._scheduler.landed(part, count)
+            if part.drafts:
+                self.lengths.note(len(part.drafts), count)
+            self._totals.note_part(part, count, some)
+            if reply.is_done:
+                self._end(part.sequence, some)
+            elif some:
+                self._deliver(part.sequence, some)
+        self._totals.note_step(step)
