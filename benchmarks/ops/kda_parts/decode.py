@@ -140,6 +140,19 @@ def check_kinds() -> list[tuple[str, float, float]]:
     return reported(rows)
 
 
+def check_residents(cases: tuple[str, ...]) -> list[tuple[str, float, float]]:
+    """Verify by programs that stay: shapes by name, or all kinds of inputs."""
+    with_residents(True)
+    sizes = dict(H=300, K=128, V=128)
+    rows = [row for name in cases for row in check_case(name, GATE_CASES[name], torch.float32, "gluon")]
+    if not cases:
+        rows += check_case("bf16", dict(H=3, K=128, V=128), torch.bfloat16, "gluon")
+        rows += check_case("many heads", sizes, torch.float32, "gluon")
+        rows += check_case("bf16 many heads", sizes, torch.bfloat16, "gluon")
+        rows += check_case("bf16 softplus", sizes | dict(bound=None), torch.bfloat16, "gluon")
+    return reported(rows)
+
+
 def reported(rows: list[tuple[str, float, float]]) -> list[tuple[str, float, float]]:
     for what, error, limit in rows:
         print(f"  {'ok  ' if error <= limit else 'FAIL'} {what:<28} {error:.2e} (at most {limit:.0e})", flush=True)
@@ -230,10 +243,15 @@ class Bench:
 
 
 CHOSEN: Any = decode_launch.decode_spread
+VERIFY_CHOSEN: Any = decode_launch.verify_spread
 
 
 def with_spread(spread: Spread | None) -> None:
     decode_launch.decode_spread = CHOSEN if spread is None else lambda *sizes: spread
+
+
+def with_residents(yes: bool) -> None:
+    decode_launch.verify_spread = decode_launch.verify_resident if yes else VERIFY_CHOSEN
 
 
 def label(spread: Spread) -> str:
@@ -272,6 +290,10 @@ def measure_verify(
             row["ours"] = bench.verify(accepted)
             row["of floor"] = floor / row["ours"]
             row["steps"] = row["ours"] / decode[f"decode B{B}"]
+            with_residents(True)
+            row["resident"] = bench.verify(accepted)
+            row["its steps"] = row["resident"] / decode[f"decode B{B}"]
+            with_residents(False)
             print(" ", row, flush=True)
             rows.append(row)
         del bench

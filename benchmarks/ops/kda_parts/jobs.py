@@ -118,7 +118,10 @@ def compile_fla(group: str, share: int) -> list[str]:
 def compile_decode() -> list[str]:
     for B in (1, 32, 128):
         decode.Bench(B, 0, count=1).decode()
-    decode.Bench(32, 8, count=1).verify(8)
+    bench = decode.Bench(32, 8, count=1)
+    for residents in (False, True):
+        decode.with_residents(residents)
+        bench.verify(8)
     return []
 
 
@@ -224,7 +227,7 @@ def time_decode(options: Options) -> None:
         [row] = decode.measure_decode([B], speed, quick=True)
         steps[row["work"]] = row["ours"]
         append(options, "decode", row)
-    for row in decode.measure_verify(speed, steps, ((32, 8),)):
+    for row in decode.measure_verify(speed, steps, ((32, 8), (1, 8))):
         append(options, "verify", row)
     if options.with_fla:
         for B in (32, 1, 128):
@@ -259,6 +262,9 @@ def first_half(with_fla: bool) -> dict[str, Job]:
             jobs[f"fla {group} {share}"] = lambda _, g=group, s=share: compile_fla(g, s)
     jobs |= {f"gate backward {share}": lambda _, s=share: gate_backward(s) for share in range(2)}
     checks = {"shapes": decode.check_shapes, "kinds": decode.check_kinds}
+    names = list(decode.GATE_CASES)
+    for share, cases in (("a", names[:2]), ("b", names[2:4]), ("c", names[4:]), ("kinds", [])):
+        checks[f"resident {share}"] = partial(decode.check_residents, tuple(cases))
     jobs |= {f"gate decode {name}": lambda _, c=check: gate_decode(c) for name, check in checks.items()}
     jobs |= {"gate segments": lambda _: gate_segments(), "gate forward": lambda _: gate_forward()}
     jobs |= {f"ours {group}": lambda _, g=group: compile_ours(g) for group in GROUPS}

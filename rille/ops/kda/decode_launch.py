@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rille.ops.kda import decode_gluon, decode_kernels
+from rille.ops.kda import decode_gluon, decode_kernels, verify_gluon
 from rille.ops.kda.operands import multiprocessors
 
 if TYPE_CHECKING:
@@ -20,13 +20,18 @@ if TYPE_CHECKING:
 class Spread(NamedTuple):
     """How one program's state lies in registers: over `num_warps` warps, a row of it over `lanes` lanes; `maxnreg`
     makes room for one more program on an SM; `wait` (verify): cycles that the second program on each SM stands back,
-    for each replayed token, and twice that for each new one."""
+    for each replayed token, and twice that for each new one; `resident` (verify): programs that stay on each SM and
+    fetch ahead, 0 for one program a head of a sequence."""
 
     num_warps: int
     lanes: int
     maxnreg: int | None = None
     wait: int = 0
+    resident: int = 0
 
+
+# Bytes of shared memory one program may have on Hopper.
+SHARED_LIMIT = 227 * 1024
 
 # Below this batch the card is not full and a step is bound by its longest chain: a shuffle less in each sum.
 FULL_BATCH = 8
@@ -43,6 +48,29 @@ def verify_spread(K: int, V: int) -> Spread:
     """128 elements in a thread: work on vectors is repeated by every warp, so fewer warps issue less. Where that leaves
     two programs on an SM, they take turns."""
     return Spread(max(4, K * V // (32 * 128)), min(8, K // 4), wait=450 if K * V == 128 * 128 else 0)
+
+
+def verify_resident(K: int, V: int) -> Spread:
+    """The same, with as many programs on an SM as its registers hold."""
+    return Spread(max(4, K * V // (32 * 128)), min(8, K // 4), resident=min(4, max(1, 2 * 128 * 128 // (K * V))))
+
+
+def fits_ahead(K: int, V: int, tokens: int, past_tokens: int, size: int) -> bool:
+    """Whether shared memory has room for the next state beside what every item needs: raw inputs of `size` bytes, and
+    fp32 tiles (`verify_gluon.py`)."""
+    T, P = (1 << n for n in tiles(tokens, past_tokens).values())
+    per_item = 4 * (2 * P * K + 3 * T * K + T * V + 4 * T + V) + 64 * V
+    raw = size * (2 * P * K + 3 * T * K + 2 * T * V + 12 * K + 4 * V) + 4 * P * V
+    return 4 * K * V + per_item + raw <= SHARED_LIMIT
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Rows that copies of 16 bytes can take."""
+    return x if lies_at_16_bytes(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def lies_at_16_bytes(x: Tensor) -> bool:
+    return x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0
 
 
 def twin_options(K: int, V: int) -> dict[str, Any]:
@@ -128,8 +156,25 @@ def verify_op(
     y, P = torch.empty(B, T, H * V, dtype=gate.dtype, device=gate.device), past_qkv.shape[1]
     if B == 0:
         return y
-    kernel: Any = decode_gluon.verify if name == "gluon" else decode_kernels.verify
     spread = verify_spread(K, V)
+    if name == "gluon" and spread.resident:
+        for what, x in dict(states=states, tails=tails, qkv=past_qkv, z=past_z, u=past_u).items():
+            if not lies_at_16_bytes(x):
+                raise ValueError(
+                    f"kda verify: slots of {what} must start at multiples of 16 bytes and lie a multiple of 16 elements"
+                    f" apart, not at {x.data_ptr() % 16} and {x.stride(0)} apart"
+                )
+        qkv, z, gate = aligned(qkv), aligned(z), aligned(gate)
+        ahead = fits_ahead(K, V, T, P, qkv.element_size())
+        kernel: Any = verify_gluon.verify
+        kernel[(min(B * H, spread.resident * multiprocessors(qkv.device)),)](
+            qkv, z, b, gate, y, past_qkv, past_z, past_u, accepted, conv_weight, A_log, dt_bias, norm_weight,
+            tails, states, slots, lower_bound or 0.0, eps, T, P,
+            qkv.stride(0), z.stride(0), b.stride(0), gate.stride(0), tails.stride(0), states.stride(0), B * H,
+            H=H, K=K, V=V, W=W, BOUNDED=lower_bound is not None, AHEAD=ahead, **gluon_options(spread), **tiles(T, P),
+        )  # fmt: skip
+        return y
+    kernel = decode_gluon.verify if name == "gluon" else decode_kernels.verify
     first = multiprocessors(qkv.device)
     wait = spread.wait * (P + 2 * T) if 4 * first < B * H else 0
     gluon = gluon_options(spread) | tiles(T, P) | dict(FIRST=first, WAIT=wait)

@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from rille.ops.ahead import Specimen
-from rille.ops.kda import decode_gluon, decode_kernels, decode_launch
+from rille.ops.kda import decode_gluon, decode_kernels, decode_launch, verify_gluon
 
 POINTERS = {
     "*bf16": "qkv z b gate y past_qkv past_z tails",
     "*fp32": "conv_weight A_log dt_bias norm_weight states past_u",
     "*i32": "accepted",
     "*i64": "slots",
-    "i32": "tokens past_tokens qkv_row z_row b_row gate_row tail_slot state_slot",
+    "i32": "items tokens past_tokens qkv_row z_row b_row gate_row tail_slot state_slot",
     "fp32": "lower_bound eps",
 }
 TYPES = {name: kind for kind, names in POINTERS.items() for name in names.split()}
-WHOLE = tuple(name for name in TYPES if name not in ("tokens", "past_tokens", "lower_bound", "eps"))
+WHOLE = tuple(name for name in TYPES if name not in ("items", "tokens", "past_tokens", "lower_bound", "eps"))
 
 
 def specimen(
@@ -28,10 +28,14 @@ def specimen(
         spread = decode_launch.verify_spread(K, V)
         constexprs |= dict(tokens=tokens, past_tokens=tokens, FIRST=132, WAIT=3 * tokens * spread.wait)
         constexprs |= decode_launch.tiles(tokens, tokens)
-    if "gluon" in name:
+    if name.startswith("verify_resident"):
+        spread = decode_launch.verify_resident(K, V)
+        ahead = decode_launch.fits_ahead(K, V, tokens, tokens, 2)
+        constexprs |= dict(tokens=tokens, past_tokens=tokens, AHEAD=ahead) | decode_launch.tiles(tokens, tokens)
+    if "triton" not in name:
         constexprs |= dict(LANES=spread.lanes)
     signature: dict[str, Any] = {arg: TYPES[arg] for arg in kernel.arg_names if arg not in constexprs}
-    maxnreg = spread.maxnreg if "gluon" in name else None
+    maxnreg = None if "triton" in name else spread.maxnreg
     limits: dict[str, Any] = dict(divisible=WHOLE, maxnreg=maxnreg, fp_fusion=False)
     return Specimen(f"kda_{name}", kernel, signature, constexprs, spread.num_warps, **limits)
 
@@ -48,6 +52,14 @@ SPECIMENS = [
     specimen("verify_gluon_softplus", decode_gluon.verify, bounded=False),
     specimen("verify_gluon_k64", decode_gluon.verify, K=64, V=64),
     specimen("verify_gluon_v256", decode_gluon.verify, V=256),
+    specimen("verify_resident", verify_gluon.verify),
+    specimen("verify_resident_4", verify_gluon.verify, tokens=4),
+    specimen("verify_resident_1", verify_gluon.verify, tokens=1),
+    specimen("verify_resident_softplus", verify_gluon.verify, bounded=False),
+    specimen("verify_resident_k64", verify_gluon.verify, K=64, V=64),
+    specimen("verify_resident_v256", verify_gluon.verify, V=256),
+    specimen("verify_resident_16", verify_gluon.verify, tokens=16),
+    specimen("verify_resident_v256_16", verify_gluon.verify, V=256, tokens=16),
     specimen("decode_triton", decode_kernels.decode),
     specimen("verify_triton", decode_kernels.verify),
 ]

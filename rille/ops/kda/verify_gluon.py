@@ -1,0 +1,336 @@
+"""The verify kernel for the card, in Gluon: programs that stay, and fetch the next state while they work on this one.
+
+A program is one head of one sequence at a time, as in `decode_gluon.py`, and as many programs as run at once share all
+of them. What an item needs comes from memory into shared memory by asynchronous copies, asked for one item ahead, so
+that memory is busy while programs compute; a program that loads, computes and stores in turn leaves one of both idle.
+
+    state     asked for as soon as the state before it has gone into registers; a thread reads what it has copied
+    tokens    inputs qkv and z, of new tokens and of those remembered: when the last item's are convolved
+    late      writes u and output gates, which are read to the end of an item: at its end
+
+Steps of an item: those of `decode_gluon.py`, with what was accepted before them.
+
+Suffixes: T new tokens, P remembered ones, K key channels, V value channels, 1 a broadcast axis, N either; C channels of
+the convolution, W taps.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from rille.ops.kda.decode_gluon import (
+    TILE,
+    advance,
+    as_rows,
+    clear,
+    decays,
+    gated_norm,
+    new_scales,
+    row_of,
+    short_conv,
+    sigmoid,
+    store_scales,
+    write,
+)
+
+
+@gluon.jit
+def places(smem, step: gl.constexpr):
+    """Offsets of a tile [T, N] whose rows lie `step` apart, t and n; 16 bytes a thread at a time."""
+    T: gl.constexpr = smem.shape[0]
+    N: gl.constexpr = smem.shape[1]
+    wide: gl.constexpr = 128 // smem.dtype.primitive_bitwidth
+    lanes: gl.constexpr = min(32, N // wide)
+    layout: gl.constexpr = gl.BlockedLayout([1, wide], [32 // lanes, lanes], [gl.num_warps(), 1], [1, 0])
+    t_T1 = gl.arange(0, T, layout=gl.SliceLayout(1, layout))[:, None]
+    n_1N = gl.arange(0, N, layout=gl.SliceLayout(0, layout))[None, :]
+    return t_T1 * step + n_1N, t_T1, n_1N
+
+
+@gluon.jit
+def fetch_rows(smem, pointer, step: gl.constexpr, count):
+    """The first `count` rows of a tile [T, N]."""
+    offsets, t_T1, n_1N = places(smem, step)
+    async_copy.async_copy_global_to_shared(smem, pointer + offsets, (t_T1 < count) & (n_1N >= 0))
+
+
+@gluon.jit
+def fetch_before(smem, past, tail, count, W: gl.constexpr, C: gl.constexpr):
+    """The W - 1 inputs before the token after `count` remembered ones, the last one first."""
+    _, j_41, n_1N = places(smem, 0)
+    index_41 = count - 1 - j_41
+    row_41 = gl.where(index_41 >= 0, past + index_41 * C, tail + (index_41 + (W - 1)) * C)
+    async_copy.async_copy_global_to_shared(smem, row_41 + n_1N, (j_41 < W - 1) & (n_1N >= 0))
+
+
+@gluon.jit
+def copy_out(pointer, smem, step: gl.constexpr, count: gl.constexpr):
+    offsets, t_T1, n_1N = places(smem, step)
+    gl.store(pointer + offsets, smem.load(offsets.type.layout), mask=(t_T1 < count) & (n_1N >= 0))
+
+
+@gluon.jit
+def copy_tail(tail, smem, W: gl.constexpr, C: gl.constexpr):
+    """`fetch_before` the other way: the tail of a slot."""
+    offsets, j_41, n_1N = places(smem, 0)
+    row_41 = tail + (W - 2 - j_41) * C
+    gl.store(row_41 + n_1N, smem.load(offsets.type.layout), mask=(j_41 < W - 1) & (n_1N >= 0))
+
+
+@gluon.jit
+def rows_of(smem, layout: gl.constexpr):
+    T: gl.constexpr = smem.shape[0]
+    rows = ()
+    for t in gl.static_range(T):
+        rows = rows + (row_of(smem, t, layout),)
+    return rows
+
+
+@gluon.jit
+def convolved(smem, before, weight_N, W: gl.constexpr, LOG_T: gl.constexpr, layout: gl.constexpr):
+    """silu(conv) [T, N] of the rows in shared memory and what came before them."""
+    x1_N, x2_N, x3_N = row_of(before, 0, layout), row_of(before, 1, layout), row_of(before, 2, layout)
+    return short_conv(rows_of(smem, layout), x1_N, x2_N, x3_N, weight_N, W, 1 << LOG_T, LOG_T)
+
+
+@gluon.jit
+def draft(S_VK, t, tiles, past_u, o_smem, HV: gl.constexpr, V: gl.constexpr, K: gl.constexpr):
+    """S after new token t; its write goes to `past_u` and its o, rounded, to shared memory."""
+    over_K: gl.constexpr = gl.SliceLayout(0, S_VK.type.layout)
+    by_row: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 1], [32, 1], [gl.num_warps(), 1], [1, 0]))
+    S_VK, u_V, o_V = advance(
+        S_VK, row_of(tiles[0], t, over_K), row_of(tiles[1], t, over_K), row_of(tiles[2], t, over_K),
+        row_of(tiles[3], t, by_row), row_of(tiles[4], t, by_row), row_of(tiles[5], t, by_row),
+        row_of(tiles[6], t, by_row), row_of(tiles[7], t, by_row), V, K, True,
+    )  # fmt: skip
+    gl.store(past_u + t * HV + gl.arange(0, V, layout=by_row), u_V)
+    as_rows(o_smem).index(t).store(o_V.to(o_smem.dtype))
+    return S_VK
+
+
+@gluon.jit
+def item_of(item, items, slots, accepted, past_tokens: gl.constexpr, H: gl.constexpr):
+    """Head and row of an item, its slot (-1 past the end) and how many remembered tokens it commits."""
+    head, row = item % H, (item // H).to(gl.int64)
+    here = item < items
+    slot = gl.load(slots + row, mask=here, other=-1).to(gl.int64)
+    count = gl.load(accepted + row, mask=here, other=0).to(gl.int32)
+    count = gl.minimum(gl.maximum(count, 0), past_tokens)
+    return head, row, slot, gl.where(slot >= 0, count, 0)
+
+
+@gluon.jit
+def state_of(states, slot, head, state_slot, V: gl.constexpr, K: gl.constexpr, layout: gl.constexpr):
+    v_V1 = gl.arange(0, V, layout=gl.SliceLayout(1, layout))[:, None]
+    k_1K = gl.arange(0, K, layout=gl.SliceLayout(0, layout))[None, :]
+    return states + slot * state_slot + head * (V * K) + v_V1 * K + k_1K
+
+
+@gluon.jit
+def fetch_state(
+    stage, states, slot, head, state_slot, V: gl.constexpr, K: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
+    if slot >= 0:
+        async_copy.async_copy_global_to_shared(stage, state_of(states, slot, head, state_slot, V, K, layout))
+
+
+@gluon.jit
+def fetch_tokens(
+    small, qkv, z, past_qkv, past_z, tails, head, row, slot, count, qkv_row, z_row, tail_slot,
+    tokens: gl.constexpr, past_tokens: gl.constexpr,
+    H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    """Ask for an item's inputs, the remembered ones and what came before either."""
+    HK: gl.constexpr = H * K
+    C: gl.constexpr = 2 * HK + H * V
+    q, v = head * K, 2 * HK + head * V
+    tail, past = tails + slot * tail_slot, past_qkv + slot * (past_tokens * C)
+    qkv += row * qkv_row
+    fetch_rows(small[0], past + HK + q, C, count)
+    fetch_rows(small[1], past_z + slot * (past_tokens * HK) + q, HK, count)
+    fetch_before(small[2], past + HK + q, tail + HK + q, 0, W, C)
+    fetch_rows(small[3], qkv + HK + q, C, tokens)
+    fetch_rows(small[4], qkv + v, C, tokens)
+    fetch_rows(small[5], qkv + q, C, tokens)
+    fetch_rows(small[6], z + row * z_row + q, HK, tokens)
+    fetch_before(small[7], past + HK + q, tail + HK + q, count, W, C)
+    fetch_before(small[8], past + v, tail + v, count, W, C)
+    fetch_before(small[9], past + q, tail + q, count, W, C)
+
+
+@gluon.jit
+def keep_tokens(
+    small, past_qkv, past_z, tails, head, slot, count, tail_slot, tokens: gl.constexpr, past_tokens: gl.constexpr,
+    H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    """Remember the new inputs, and move the tail on by `count` tokens."""
+    HK: gl.constexpr = H * K
+    C: gl.constexpr = 2 * HK + H * V
+    q, v = head * K, 2 * HK + head * V
+    tail, past = tails + slot * tail_slot, past_qkv + slot * (past_tokens * C)
+    if tokens > 0:
+        copy_out(past + HK + q, small[3], C, tokens)
+        copy_out(past + v, small[4], C, tokens)
+        copy_out(past + q, small[5], C, tokens)
+        copy_out(past_z + slot * (past_tokens * HK) + q, small[6], HK, tokens)
+    if (count > 0) & (W > 1):
+        copy_tail(tail + HK + q, small[7], W, C)
+        copy_tail(tail + v, small[8], W, C)
+        copy_tail(tail + q, small[9], W, C)
+
+
+@gluon.jit
+def new_small(dtype: gl.constexpr, T: gl.constexpr, P: gl.constexpr, K: gl.constexpr, V: gl.constexpr):
+    """Shared memory for raw inputs: k, z and the tail's k of the remembered; k, v, q and z of the new, and what came
+    before k, v and q."""
+    return (
+        gl.allocate_shared_memory(dtype, [P, K], TILE),
+        gl.allocate_shared_memory(dtype, [P, K], TILE),
+        gl.allocate_shared_memory(dtype, [4, K], TILE),
+        gl.allocate_shared_memory(dtype, [T, K], TILE),
+        gl.allocate_shared_memory(dtype, [T, V], TILE),
+        gl.allocate_shared_memory(dtype, [T, K], TILE),
+        gl.allocate_shared_memory(dtype, [T, K], TILE),
+        gl.allocate_shared_memory(dtype, [4, K], TILE),
+        gl.allocate_shared_memory(dtype, [4, V], TILE),
+        gl.allocate_shared_memory(dtype, [4, K], TILE),
+    )
+
+
+@gluon.jit
+def new_tiles(T: gl.constexpr, K: gl.constexpr, V: gl.constexpr):
+    """alpha, k, q, v, beta and the scales of the new tokens."""
+    alpha = gl.allocate_shared_memory(gl.float32, [T, K], TILE)
+    k = gl.allocate_shared_memory(gl.float32, [T, K], TILE)
+    q = gl.allocate_shared_memory(gl.float32, [T, K], TILE)
+    v = gl.allocate_shared_memory(gl.float32, [T, V], TILE)
+    beta = gl.allocate_shared_memory(gl.float32, [T, 1], TILE)
+    per_k, per_q, kq = new_scales(T)
+    return alpha, k, q, v, beta, per_k, per_q, kq
+
+
+@gluon.jit
+def betas(b, tokens: gl.constexpr, T: gl.constexpr, H: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [gl.num_warps(), 1], [1, 0])
+    t_T1 = gl.arange(0, T, layout=gl.SliceLayout(1, layout))[:, None]
+    return gl.load(b + t_T1 * H, mask=t_T1 < tokens, other=0.0)
+
+
+@gluon.jit
+def store_outputs(y, o_smem, gate_smem, norm_smem, eps, tokens: gl.constexpr, HV: gl.constexpr, V: gl.constexpr):
+    """The output's norm and gate; a warp has a token."""
+    T: gl.constexpr = o_smem.shape[0]
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
+    t_T1 = gl.arange(0, T, layout=gl.SliceLayout(1, layout))[:, None]
+    v_1V = gl.arange(0, V, layout=gl.SliceLayout(0, layout))[None, :]
+    o_TV = o_smem.load(layout).to(gl.float32)
+    weight_V = row_of(norm_smem, 0, gl.SliceLayout(0, layout))
+    y_TV = gated_norm(o_TV, gate_smem.load(layout), weight_V, eps, V)
+    gl.store(y + t_T1 * HV + v_1V, y_TV.to(y.dtype.element_ty), mask=(t_T1 < tokens) & (v_1V >= 0))
+
+
+@gluon.jit
+def verify(
+    qkv, z, b, gate, y, past_qkv, past_z, past_u, accepted, conv_weight, A_log, dt_bias, norm_weight,
+    tails, states, slots, lower_bound, eps,
+    tokens: gl.constexpr, past_tokens: gl.constexpr, qkv_row, z_row, b_row, gate_row, tail_slot, state_slot, items,
+    H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, W: gl.constexpr, BOUNDED: gl.constexpr, LANES: gl.constexpr,
+    LOG_T: gl.constexpr, LOG_P: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    """Commit, then try, as in the twin, for every item = row * H + head. Tiles have T = 2^LOG_T and P = 2^LOG_P rows.
+    AHEAD: shared memory has room for a state, else it comes when it is needed."""
+    T: gl.constexpr = 1 << LOG_T
+    P: gl.constexpr = 1 << LOG_P
+    HK: gl.constexpr = H * K
+    HV: gl.constexpr = H * V
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    rows: gl.constexpr = max(1, V * LANES // (32 * gl.num_warps()))
+    S_layout: gl.constexpr = gl.BlockedLayout([rows, 4], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
+    over_K: gl.constexpr = gl.SliceLayout(0, S_layout)
+    over_V: gl.constexpr = gl.SliceLayout(1, S_layout)
+
+    norm_smem = gl.allocate_shared_memory(gl.float32, [1, V], TILE)
+    as_rows(norm_smem).index(0).store(gl.load(norm_weight + gl.arange(0, V, layout=line)))
+    stage = gl.allocate_shared_memory(gl.float32, [V if AHEAD else 1, K], TILE)
+    small = new_small(qkv.dtype.element_ty, T, P, K, V)
+    u_smem = gl.allocate_shared_memory(gl.float32, [P, V], TILE)
+    gate_smem = gl.allocate_shared_memory(gate.dtype.element_ty, [T, V], TILE)
+
+    head, row, slot, count = item_of(gl.program_id(0), items, slots, accepted, past_tokens, H)
+    b_T1 = betas(b, 0, T, H)
+    if slot >= 0:
+        fetch_tokens(
+            small, qkv, z, past_qkv, past_z, tails, head, row, slot, count, qkv_row, z_row, tail_slot,
+            tokens, past_tokens, H, K, V, W,
+        )  # fmt: skip
+        b_T1 = betas(b + row * b_row + head, tokens, T, H)
+    async_copy.commit_group()
+    if AHEAD:
+        fetch_state(stage, states, slot, head, state_slot, V, K, S_layout)
+    async_copy.commit_group()
+    if slot >= 0:
+        fetch_rows(u_smem, past_u + slot * (past_tokens * HV) + head * V, HV, count)
+        fetch_rows(gate_smem, gate + row * gate_row + head * V, HV, tokens)
+    async_copy.commit_group()
+
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        head1, row1, slot1, count1 = item_of(item + gl.num_programs(0), items, slots, accepted, past_tokens, H)
+        k_past = gl.allocate_shared_memory(gl.float32, [P, K], TILE)
+        alpha_past = gl.allocate_shared_memory(gl.float32, [P, K], TILE)
+        tiles = new_tiles(T, K, V)
+        async_copy.wait_group(2)  # not for the state, nor for what is late
+        if slot >= 0:
+            q_K = head * K + gl.arange(0, K, layout=line)
+            v_V = 2 * HK + head * V + gl.arange(0, V, layout=line)
+            k_weight = conv_weight + (HK + q_K) * W
+            rate, dt_bias_K = gl.exp(gl.load(A_log + head)), gl.load(dt_bias + q_K)
+            if count > 0:
+                k_past.store(convolved(small[0], small[2], k_weight, W, LOG_P, line))
+                alpha_past.store(decays(rows_of(small[1], line), dt_bias_K, rate, lower_bound, BOUNDED, P, LOG_P))
+            tiles[1].store(convolved(small[3], small[7], k_weight, W, LOG_T, line))
+            tiles[3].store(convolved(small[4], small[8], conv_weight + v_V * W, W, LOG_T, line))
+            tiles[2].store(convolved(small[5], small[9], conv_weight + q_K * W, W, LOG_T, line))
+            tiles[0].store(decays(rows_of(small[6], line), dt_bias_K, rate, lower_bound, BOUNDED, T, LOG_T))
+            tiles[4].store(sigmoid(b_T1.to(gl.float32)))
+            keep_tokens(
+                small, past_qkv, past_z, tails, head, slot, count, tail_slot, tokens, past_tokens, H, K, V, W
+            )  # fmt: skip
+            store_scales(tiles[1], tiles[2], (tiles[5], tiles[6], tiles[7]), T, K)
+        if slot1 >= 0:
+            fetch_tokens(
+                small, qkv, z, past_qkv, past_z, tails, head1, row1, slot1, count1, qkv_row, z_row, tail_slot,
+                tokens, past_tokens, H, K, V, W,
+            )  # fmt: skip
+            b_T1 = betas(b + row1 * b_row + head1, tokens, T, H)
+        async_copy.commit_group()
+
+        async_copy.wait_group(1)  # for all but those
+        state_VK = state_of(states, gl.maximum(slot, 0), head, state_slot, V, K, S_layout)
+        if AHEAD:
+            S_VK = stage.load(S_layout)
+            fetch_state(stage, states, slot1, head1, state_slot, V, K, S_layout)
+        else:
+            S_VK = gl.load(state_VK)
+        async_copy.commit_group()
+
+        for t in range(count):
+            S_VK = write(S_VK, row_of(alpha_past, t, over_K), row_of(u_smem, t, over_V), row_of(k_past, t, over_K))
+        if count > 0:
+            gl.store(state_VK, S_VK)
+        y_row = y + row * (tokens * HV) + head * V
+        if slot >= 0:
+            if tokens > 0:
+                o_smem = gl.allocate_shared_memory(y.dtype.element_ty, [T, V], TILE)
+                u_row = past_u + slot * (past_tokens * HV) + head * V
+                for t in range(tokens - 1):
+                    S_VK = draft(S_VK, t, tiles, u_row, o_smem, HV, V, K)
+                draft(S_VK, tokens - 1, tiles, u_row, o_smem, HV, V, K)  # nobody needs the state after it
+                store_outputs(y_row, o_smem, gate_smem, norm_smem, eps, tokens, HV, V)
+        else:
+            clear(y_row, tokens, T, V, HV)
+        if slot1 >= 0:
+            fetch_rows(u_smem, past_u + slot1 * (past_tokens * HV) + head1 * V, HV, count1)
+            fetch_rows(gate_smem, gate + row1 * gate_row + head1 * V, HV, tokens)
+        async_copy.commit_group()
+        head, row, slot, count = head1, row1, slot1, count1
+    async_copy.wait_group(0)
