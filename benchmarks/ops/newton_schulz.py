@@ -1,12 +1,13 @@
 """Newton-Schulz and Muon's whole step on one GPU: first right, then fast.
 
-    PYTHONPATH=. python3 benchmarks/ops/newton_schulz.py --out FOLDER [--no-step]
+    PYTHONPATH=. python3 benchmarks/ops/newton_schulz.py --out FOLDER [--no-step | --only-step]
 
-The gate compares both forms in fp16 and bf16 with float64. Times are medians of `triton.testing.do_bench`. For each
-batch of matrices: both forms in fp16 and bf16, every matrix alone in a loop, and TFLOP/s counted by
-the plain form's FLOPs. "step" is `Muon.step` over tensors of `nano`'s shapes (from the parameter table), with the peak
-memory that it needs beside weights, gradients and state. The table comes last; FOLDER/newton_schulz.json holds the
-numbers. The bar for the step is 50 ms, the aim 36.
+The gate compares both forms in fp16 and bf16 with float64, and the kernels of Muon's step with the reference. Times are
+medians of `triton.testing.do_bench`. For each batch of matrices: both forms in fp16 and bf16, every matrix alone in a
+loop, and TFLOP/s counted by the plain form's FLOPs. Then what surrounds the products, for a layer's experts of `nano`.
+"step" is `Muon.step` over tensors of `nano`'s shapes (from the parameter table), with the peak memory that it needs
+beside weights, gradients and state. The table comes last; FOLDER/newton_schulz.json holds the numbers. The bar for
+the step is 50 ms, the aim 36.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import triton
 from torch import Tensor, nn
 
 from rille.model.presets import preset
+from rille.ops.muon import Matrices, launch, muon_step
 from rille.ops.newton_schulz import newton_schulz
 from rille.optim.adamw import adamw
 from rille.optim.config import OptimConfig
@@ -48,11 +50,46 @@ def check_all() -> list[tuple[str, float, float]]:
             for form in ("plain", "gram"):
                 error = distance(newton_schulz(m * 1e-6, eps=1e-20, dtype=dtype, backend=form), expected)
                 rows.append((f"{P} x {Q} {str(dtype)[6:]} {form}", error, limit))
+    rows += check_steps()
     for what, error, limit in rows:
         if not error <= limit:
             print(f"  FAIL {what:<44} {error:.2e} (at most {limit:.0e})", flush=True)
     print(f"  gate: {len(rows)} comparisons, largest error {max(error for _, error, _ in rows):.1e}", flush=True)
     return rows
+
+
+def experts(B: int, P: int, Q: int) -> Matrices:
+    """A stack with gradient and momentum."""
+    sizes = (0.02, 1e-4, 1e-3)
+    return Matrices(*(torch.randn(B, P, Q, device="cuda").mul_(size) for size in sizes))
+
+
+def check_steps() -> list[tuple[str, float, float]]:
+    """Weights after a step of the kernels, next to one in float64: off by what fp16 leaves of a direction."""
+    rows = []
+    for P, Q in ((448, 256), (256, 448), (17, 63)):
+        torch.manual_seed(P)
+        ours = experts(3, P, Q)
+        exact = Matrices(*(x.double() for x in ours))
+        muon_step([ours], 0.95, 0.0, 1.0, dtype=torch.float16, backend="triton")
+        muon_step([exact], 0.95, 0.0, 1.0, backend="reference")
+        rows.append((f"{P} x {Q} step, weights", distance(ours.weight, exact.weight), LIMITS[torch.float16]))
+        rows.append((f"{P} x {Q} step, momenta", distance(ours.momentum, exact.momentum), 2**-22))
+    return rows
+
+
+def measure_around() -> dict[str, Any]:
+    """The kernels around the products, GB/s each, for the two stacks of a layer of `nano`."""
+    row: dict[str, Any] = {}
+    for B, P, Q in ((512, 448, 256), (256, 256, 448)):
+        piece = experts(B, P, Q)
+        x, parts = torch.empty(B, P, Q, dtype=torch.float16, device="cuda"), -(-P * Q // launch.PART)
+        sums, extent = torch.empty(B, parts, device="cuda"), (P * Q, parts)
+        before = median_ms(lambda p=piece, x=x, s=sums, e=extent: launch.push(p, x, s, e, 0.95, 1e-7))
+        after = median_ms(lambda p=piece, x=x, e=extent: launch.pull(p, x, e, 0.999, 1e-4))
+        row |= {f"{B} of {P}x{Q}, before, GB/s": 22e-6 * x.numel() / before}
+        row |= {f"{B} of {P}x{Q}, after, GB/s": 10e-6 * x.numel() / after}
+    return row
 
 
 def median_ms(call, rep: int = 60) -> float:
@@ -115,6 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("."))
     parser.add_argument("--no-step", action="store_true")
+    parser.add_argument("--only-step", action="store_true")
     options = parser.parse_args()
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
@@ -122,14 +160,14 @@ def main() -> None:
         "versions": {name: version(name) for name in ("torch", "triton")},
         "gate": check_all(),
     }
-    report["rows"] = [measure(*shape) for shape in SHAPES]
-    report["step"] = {} if options.no_step else measure_step()
+    report["rows"] = [measure(*shape) for shape in SHAPES if not options.only_step]
+    report["step"] = {} if options.no_step else measure_around() | measure_step()
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "newton_schulz.json").write_text(json.dumps(report, indent=1))
     print(f"\n{report['device']}; ms")
     print_table(report["rows"])
     for name, value in report["step"].items():
-        print(f"{name:<24}{value:>10.3f}")
+        print(f"{name:<34}{value:>10.3f}")
     failures = [f"gate: {what} is off by {error:.2e}" for what, error, limit in report["gate"] if not error <= limit]
     if failures:
         raise SystemExit("\n".join(failures))

@@ -12,8 +12,8 @@ O has singular values near 1, so its entries have a root mean square near 1 / sq
 small gradient moves as far as one with a large gradient; a stack of experts is cut into experts, and gate and up rows
 into two maps. MLA's key and value up-projection holds two maps for each head, one that meets queries and one that
 makes values: they are cut too. A query of MLA, with its part for the shared key, is one map. The row blocks come as
-data (`groups.Named`). All maps of one shape, or of its transpose, go through Newton-Schulz in one batch, whatever
-layer they come from.
+data (`groups.Named`). All maps of one shape go through Newton-Schulz in one batch, whatever layer they come from
+(`ops/muon`).
 
 What is no matrix takes AdamW (`kinds.py`), with the same learning rate.
 
@@ -24,13 +24,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from math import sqrt
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from rille.ops.newton_schulz import newton_schulz
+from rille.ops.muon import Matrices, muon_step
 from rille.optim.config import OptimConfig
 from rille.optim.groups import Named, decay_groups
 from rille.optim.kinds import merged
@@ -40,14 +39,6 @@ LARGEST_BATCH = 2**27  # numbers of the matrices that go through Newton-Schulz t
 
 # On a card 16 bits for the tensor cores. Not bf16: all values are below 4, and fp16 has three more bits for them.
 INNER = {"cuda": torch.float16}
-
-
-class Piece(NamedTuple):
-    """Matrices [B, P, Q] of one parameter, P <= Q: views of its weight, gradient and momentum."""
-
-    weight: Tensor
-    gradient: Tensor
-    momentum: Tensor
 
 
 def muon(parameters: Iterable[Named], config: OptimConfig) -> Muon:
@@ -77,21 +68,17 @@ class Muon(torch.optim.Optimizer):
                 self._adamw(group)
 
     def _muon(self, group: dict) -> None:
-        live = [(p, blocks) for p, blocks in zip(group["params"], group["blocks"], strict=True) if p.grad is not None]
-        if not live:
-            return
-        weights, gradients = [p for p, _ in live], [p.grad for p, _ in live]
-        momenta = [self._momentum(p) for p in weights]
-        torch._foreach_mul_(momenta, group["momentum"])  # pyright: ignore[reportPrivateImportUsage]
-        torch._foreach_add_(momenta, gradients)  # pyright: ignore[reportPrivateImportUsage]
-        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])  # pyright: ignore[reportPrivateImportUsage]
         pieces = (
             piece
-            for (p, blocks), gradient, momentum in zip(live, gradients, momenta, strict=True)
-            for piece in matrices(p, gradient, momentum, blocks)
+            for p, blocks in zip(group["params"], group["blocks"], strict=True)
+            if p.grad is not None
+            for piece in matrices(p, p.grad, self._momentum(p), blocks)
         )
+        keep = 1 - group["lr"] * group["weight_decay"]
         for batch in batches(pieces):
-            move(batch, group["lr"], group["momentum"])
+            first = batch[0].weight
+            step = group["lr"] * UPDATE_RMS * sqrt(max(first.shape[1:]))
+            muon_step(batch, group["momentum"], keep, step, dtype=INNER.get(first.device.type))
 
     def _momentum(self, p: nn.Parameter) -> Tensor:
         state = self.state[p]
@@ -125,13 +112,12 @@ class Muon(torch.optim.Optimizer):
         )
 
 
-def matrices(weight: Tensor, gradient: Tensor, momentum: Tensor, blocks: tuple[int, ...]) -> Iterator[Piece]:
+def matrices(weight: Tensor, gradient: Tensor, momentum: Tensor, blocks: tuple[int, ...]) -> Iterator[Matrices]:
     """The maps of one parameter, at most LARGEST_BATCH numbers a piece."""
     cut = [cut_rows(x, blocks) for x in (weight, gradient, momentum)]
     for of_one_height in zip(*cut, strict=True):
-        flat = [x_BPQ.mT if x_BPQ.shape[1] > x_BPQ.shape[2] else x_BPQ for x_BPQ in of_one_height]
-        room = max(1, LARGEST_BATCH // flat[0][0].numel())
-        yield from map(Piece, *(x_BPQ.split(room) for x_BPQ in flat))
+        room = max(1, LARGEST_BATCH // of_one_height[0][0].numel())
+        yield from map(Matrices, *(x_BPQ.split(room) for x_BPQ in of_one_height))
 
 
 def cut_rows(x: Tensor, blocks: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -139,9 +125,9 @@ def cut_rows(x: Tensor, blocks: tuple[int, ...]) -> tuple[Tensor, ...]:
     return x.reshape(-1, sum(blocks), x.shape[-1]).split(blocks, dim=1)
 
 
-def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+def batches(pieces: Iterable[Matrices]) -> Iterator[list[Matrices]]:
     """Pieces whose matrices have one shape, together up to LARGEST_BATCH numbers."""
-    waiting: dict[tuple, list[Piece]] = {}
+    waiting: dict[tuple, list[Matrices]] = {}
     for piece in pieces:
         key = (piece.weight.shape[1:], piece.weight.dtype, piece.weight.device)
         batch = waiting.setdefault(key, [])
@@ -150,18 +136,6 @@ def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
             batch = waiting.setdefault(key, [])
         batch.append(piece)
     yield from waiting.values()
-
-
-def move(batch: list[Piece], lr: float, momentum: float) -> None:
-    """Nesterov, Newton-Schulz, and the step of a batch's weights, in place."""
-    sizes = [len(piece.weight) for piece in batch]
-    u_BPQ = batch[0].gradient.new_empty(sum(sizes), *batch[0].gradient.shape[1:])
-    for piece, part in zip(batch, u_BPQ.split(sizes), strict=True):
-        torch.add(piece.gradient, piece.momentum, alpha=momentum, out=part)
-    o_BPQ = newton_schulz(u_BPQ, dtype=INNER.get(u_BPQ.device.type))
-    step = lr * UPDATE_RMS * sqrt(u_BPQ.shape[2])
-    for piece, o in zip(batch, o_BPQ.split(sizes), strict=True):
-        piece.weight.sub_(o, alpha=step)
 
 
 def _columns(group: dict) -> tuple[list, list, list]:

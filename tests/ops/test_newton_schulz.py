@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from rille.ops.newton_schulz import COEFFICIENTS, choose_backend, newton_schulz
+from rille.ops.newton_schulz import COEFFICIENTS, choose_backend, newton_schulz, normalised
 from rille.ops.newton_schulz.blocks import RUN
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
@@ -138,6 +138,13 @@ def test_gradients_of_a_mean_are_not_lost_in_16_bits():
     assert distance(got, exact(m.double() * 1e9)) < LIMITS[F16]
 
 
+@pytest.mark.parametrize(("P", "Q"), [(17, 17), (15, 63), (63, 15)])
+def test_what_is_scaled_already(P: int, Q: int):
+    m = draw(P, Q)
+    scaled = m / (torch.linalg.matrix_norm(m, keepdim=True) + 1e-7)
+    assert distance(normalised(scaled), exact(m)) < 2.8e-11
+
+
 def test_nothing_is_differentiated_or_changed():
     m = draw(4, 9).requires_grad_()
     before = m.detach().clone()
@@ -161,6 +168,7 @@ def test_refused(m: torch.Tensor, change: dict, message: str):
 
 
 def test_choice():
-    assert choose_backend(torch.empty(1, 256, 448))[0] == "plain"
+    assert choose_backend(torch.empty(1, 3072, 3584))[0] == "plain"
+    assert choose_backend(torch.empty(1, 448, 256))[0] == "gram"
     assert choose_backend(torch.empty(1, 512, 128))[0] == "gram"
     assert "128 and 512" in choose_backend(torch.empty(1, 512, 128))[1]

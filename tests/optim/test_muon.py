@@ -11,6 +11,7 @@ from torch import nn
 
 from rille.model.model import new_model
 from rille.model.names import parameter_table
+from rille.ops.muon import plain
 from rille.ops.newton_schulz import COEFFICIENTS
 from rille.optim import muon as module
 from rille.optim.adamw import set_learning_rate
@@ -148,19 +149,19 @@ def test_unequal_blocks_move_alone():
 def test_batches_are_bounded_and_change_nothing(monkeypatch):
     def run() -> tuple[list[torch.Tensor], list[tuple[int, ...]]]:
         seen = []
-        real = module.newton_schulz
-        monkeypatch.setattr(module, "newton_schulz", lambda u, **more: seen.append(u.shape) or real(u, **more))
+        real = plain.newton_schulz
+        monkeypatch.setattr(plain, "newton_schulz", lambda u, **more: seen.append(u.shape) or real(u, **more))
         table = [Named(str(i), parameter(6, 4, 8, seed=i), "expert", (4,)) for i in range(3)]
         table.append(Named("tall", parameter(8, 4, seed=9), "matrix"))
         follow = muon(table, CONFIG)
         for row in table:
             row.parameter.grad = row.parameter.detach().cos()
         follow.step()
-        monkeypatch.setattr(module, "newton_schulz", real)
+        monkeypatch.setattr(plain, "newton_schulz", real)
         return [row.parameter.detach() for row in table], [tuple(shape) for shape in seen]
 
     at_once, shapes = run()
-    assert shapes == [(19, 4, 8)]  # three stacks of six, and the transposed one
+    assert shapes == [(18, 4, 8), (1, 8, 4)]  # three stacks of six in one
     monkeypatch.setattr(module, "LARGEST_BATCH", 4 * 32)
     in_parts, shapes = run()
     assert all(n <= 4 for n, _, _ in shapes) and sum(n for n, _, _ in shapes) == 19

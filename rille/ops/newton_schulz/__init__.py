@@ -6,10 +6,11 @@ from torch import Tensor
 from rille.ops.newton_schulz import blocks, reference
 from rille.ops.newton_schulz.reference import COEFFICIENTS
 
-__all__ = ["BACKENDS", "COEFFICIENTS", "choose_backend", "newton_schulz"]
+__all__ = ["BACKENDS", "COEFFICIENTS", "choose_backend", "newton_schulz", "normalised"]
 
 BACKENDS = ("reference", "plain", "gram")
-ASPECT = 3.0  # from this ratio of the sides on the Gram form is cheaper, restarts and launches counted
+ASPECT = 1.5  # from this ratio of the sides on the Gram form is faster on an H200 (README); squares are slower in it
+_FORMS = {"plain": blocks.plain, "gram": blocks.gram}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -37,13 +38,18 @@ def newton_schulz(
         raise ValueError(f"newton_schulz: unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
     chosen = choose_backend(m)[0] if backend is None else backend
     with torch.no_grad():
-        wide_BPQ = m.mT if m.shape[1] > m.shape[2] else m
         if chosen == "reference":
-            x_BPQ = reference.newton_schulz(wide_BPQ.to(_wide(dtype)), steps, eps).to(dtype)
-        else:
-            form = blocks.gram if chosen == "gram" else blocks.plain
-            x_BPQ = form(_scaled(wide_BPQ, eps, dtype), steps)
-    return x_BPQ.mT if m.shape[1] > m.shape[2] else x_BPQ
+            tall = m.shape[1] > m.shape[2]
+            wide_BPQ = (m.mT if tall else m).to(_wide(dtype))
+            x_BPQ = reference.newton_schulz(wide_BPQ, steps, eps).to(dtype)
+            return x_BPQ.mT if tall else x_BPQ
+        return _FORMS[chosen](_scaled(m, eps, dtype), steps)
+
+
+def normalised(x: Tensor, steps: int = 5) -> Tensor:
+    """`newton_schulz` for x [B, P, Q] that is X_0 already, in the dtype of the products."""
+    with torch.no_grad():
+        return _FORMS[choose_backend(x)[0]](x, steps)
 
 
 def choose_backend(m: Tensor) -> tuple[str, str]:
@@ -55,9 +61,9 @@ def choose_backend(m: Tensor) -> tuple[str, str]:
 
 
 def _scaled(m_BPQ: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """M / (||M||_F + eps), contiguous, rounded once to `dtype`."""
+    """M / (||M||_F + eps), without gaps, rounded once to `dtype`."""
     norm_B11 = torch.linalg.matrix_norm(m_BPQ, dtype=_wide(m_BPQ.dtype), keepdim=True)
-    return (m_BPQ / (norm_B11 + eps)).to(dtype).contiguous()
+    return (m_BPQ / (norm_B11 + eps)).to(dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

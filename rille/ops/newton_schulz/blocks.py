@@ -11,7 +11,9 @@ A rounding error e in A may make a small eigenvalue negative, and each step mult
 nothing to do with A any more. So A is made anew from X after `RUN` steps; the last A of a run is off by 12^(RUN - 1) e:
 0.02 in bf16 (e = 2^-9), 9e-6 in fp32 (e = 2^-24), 2e-12 in float64.
 
-Axes: B matrices of P rows and Q columns, P <= Q.
+Tall matrices keep their place in memory: there A = X^T X and X' = a X + X B, P and Q exchanged in all of the above.
+
+Axes: B matrices of P rows and Q columns.
 """
 
 import torch
@@ -25,19 +27,26 @@ RUN = {torch.bfloat16: 2, torch.float16: 2, torch.float32: 3, torch.float64: 5}
 def plain(x_BPQ: Tensor, steps: int) -> Tensor:
     """x scaled to a spectral norm of at most 1."""
     a, b, c = COEFFICIENTS
+    tall = x_BPQ.shape[1] > x_BPQ.shape[2]
     for _ in range(steps):
-        a_BPP = x_BPQ @ x_BPQ.mT
+        a_BPP = _square(x_BPQ)
         b_BPP = torch.baddbmm(a_BPP, a_BPP, a_BPP, beta=b, alpha=c)
-        x_BPQ = torch.baddbmm(x_BPQ, b_BPP, x_BPQ, beta=a)
+        x_BPQ = torch.baddbmm(x_BPQ, *((x_BPQ, b_BPP) if tall else (b_BPP, x_BPQ)), beta=a)
     return x_BPQ
 
 
 def gram(x_BPQ: Tensor, steps: int) -> Tensor:
     """x scaled to a spectral norm of at most 1."""
-    run = RUN[x_BPQ.dtype]
+    run, tall = RUN[x_BPQ.dtype], x_BPQ.shape[1] > x_BPQ.shape[2]
     for done in range(0, steps, run):
-        x_BPQ = _transform(x_BPQ @ x_BPQ.mT, min(run, steps - done)) @ x_BPQ
+        t_BPP = _transform(_square(x_BPQ), min(run, steps - done))
+        x_BPQ = x_BPQ @ t_BPP if tall else t_BPP @ x_BPQ
     return x_BPQ
+
+
+def _square(x_BPQ: Tensor) -> Tensor:
+    """A, of the shorter side."""
+    return x_BPQ.mT @ x_BPQ if x_BPQ.shape[1] > x_BPQ.shape[2] else x_BPQ @ x_BPQ.mT
 
 
 def _transform(a_BPP: Tensor, steps: int) -> Tensor:
