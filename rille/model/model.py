@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import linear
 
 from rille.model.allocate import Allocate
 from rille.model.arguments import (
@@ -31,7 +31,7 @@ from rille.model.arguments import (
     kind,
 )
 from rille.model.attn_res import Depth
-from rille.model.block import Block, site
+from rille.model.block import Block, share_mixtures, site
 from rille.model.config import K3Config
 from rille.model.context import Context, no_tap
 from rille.model.initialise import initialise
@@ -41,6 +41,7 @@ from rille.model.moe import LatentMoE
 from rille.model.mtp import MTPLayer, draft, new_draft_memory
 from rille.model.tracing import Trace
 from rille.model.vision import Vision
+from rille.ops.embedding import embed
 from rille.ops.norm import rms_norm
 from rille.packing import Packing, as_device
 
@@ -65,6 +66,7 @@ class K3(nn.Module):
         self.embed = new(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleDict({str(i): Block(config, i, new) for i in self.held})
         self.output_mix, self.norm = site(config, new), new(config.hidden_size)
+        share_mixtures(list(self.blocks()), self.output_mix)
         if not config.tied_embeddings:
             self.head = new(config.vocab_size, config.hidden_size)
         self.mtp: nn.ModuleList | None = None
@@ -108,7 +110,7 @@ class K3(nn.Module):
 
         With `ctx.media` the rows of pictures take the places of the embeddings at their rows of the (expanded) axis.
         """
-        x_ND = embedding(tokens_N, self.embed)
+        x_ND = embed(tokens_N, self.embed)
         if ctx.media is not None:
             x_ND = x_ND.index_copy(0, ctx.media.rows, ctx.media.features.to(x_ND.dtype))
         return self.finish(self.run(Depth(ctx.tap("embed", x_ND)), ctx), ctx)

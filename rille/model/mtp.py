@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import linear
 
 from rille.model.allocate import Allocate
 from rille.model.arguments import as_temperature, check_ids, check_packing, check_tokens, check_weights, kind, whole
@@ -31,6 +31,7 @@ from rille.model.initialise import initialise
 from rille.model.memory import Memory
 from rille.model.names import mtp_config
 from rille.ops.cross_entropy import CrossEntropy, linear_cross_entropy
+from rille.ops.embedding import embed
 from rille.ops.norm import rms_norm
 from rille.packing import Packing
 
@@ -98,7 +99,7 @@ def mtp_loss(
         state_ND, rows = state_ND[torch.from_numpy(kept).to(hidden.device)], rows[kept]
         there = torch.from_numpy(rows + ahead).to(hidden.device)
         ctx = Context(Packing.of(lengths.tolist(), device=hidden.device), counts=counts)
-        state_ND = layer(embedding(tokens[there], model.embed), state_ND, ctx)
+        state_ND = layer(embed(tokens[there], model.embed), state_ND, ctx)
         results.append(linear_cross_entropy(layer.final(state_ND), model.head_weight, targets[there]))
     return results
 
@@ -183,7 +184,7 @@ def draft(
 
 def _step(model: K3, layer: MTPLayer, state_ND: Tensor, tokens_N: Tensor, packing: Packing, memory: Memory) -> Tensor:
     memory.reserve(packing)
-    state_ND = layer(embedding(tokens_N.to(model.device), model.embed), state_ND, Context(packing, memory))
+    state_ND = layer(embed(tokens_N.to(model.device), model.embed), state_ND, Context(packing, memory))
     memory.advance(packing)
     return state_ND
 

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from rille.ops import attn_res, conv, cross_entropy, mla, moe, norm, situ
+from rille.ops import attn_res, conv, cross_entropy, embedding, mla, moe, norm, situ
 from rille.ops import kda as kda_op
 from rille.ops.kda import Gate, decode
 from rille.packing import Packing
@@ -110,6 +110,7 @@ def of_mla(c: Sizes, empty: Callable[..., Tensor]) -> Iterator[Choice]:
 
 def of_the_rest(c: Sizes, empty: Callable[..., Tensor]) -> Iterator[Choice]:
     x_ND, x_NF = empty(TOKENS, c.hidden_size), empty(TOKENS, c.expert_width)
+    yield Choice("embed", *embedding.choose_backend(x_ND))
     if c.attends_depth:
         yield Choice("attn_res", *attn_res.choose_backend([x_ND, x_ND]))
     yield Choice("rms_norm", *norm.choose_backend(x_ND))

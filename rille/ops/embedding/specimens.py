@@ -1,0 +1,23 @@
+"""One launch of each kernel of the embeddings' gradient as the H200 would see it, for `rille.ops.ahead`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rille.ops.ahead import Specimen
+from rille.ops.embedding import launch, run_kernels
+
+TYPES = {
+    "dy": "*bf16", "order": "*i64", "ids": "*i32", "table": "*bf16", "partial": "*fp32", "starts": "*i32", "N": "i32",
+    "dy_row": "i32",
+}  # fmt: skip
+
+
+def specimen(kernel: Any, D: int) -> Specimen:
+    constexprs = dict(D=D, CHUNK=launch.CHUNK, AHEAD=launch.AHEAD) | launch.plan(D)
+    warps = constexprs.pop("num_warps")
+    signature = {name: TYPES[name] for name in kernel.arg_names if name not in constexprs}
+    return Specimen(f"embedding_{kernel.__name__}_d{D}", kernel, signature, constexprs, warps, divisible=tuple(TYPES))
+
+
+SPECIMENS = [specimen(kernel, D) for D in (512, 2048, 7168) for kernel in (run_kernels.sum_runs, run_kernels.join_runs)]
