@@ -250,8 +250,14 @@ def with_spread(spread: Spread | None) -> None:
     decode_launch.decode_spread = CHOSEN if spread is None else lambda *sizes: spread
 
 
-def with_residents(yes: bool) -> None:
-    decode_launch.verify_spread = decode_launch.verify_resident if yes else VERIFY_CHOSEN
+def with_residents(yes: bool, resident: int | None = None) -> None:
+    """Verify by programs that stay; resident: so many on a multiprocessor, whatever would fit."""
+
+    def spread(K: int, V: int) -> Spread:
+        found = decode_launch.verify_resident(K, V)
+        return found if resident is None else found._replace(resident=resident)
+
+    decode_launch.verify_spread = spread if yes else VERIFY_CHOSEN
 
 
 def label(spread: Spread) -> str:
@@ -293,6 +299,8 @@ def measure_verify(
             with_residents(True)
             row["resident"] = bench.verify(accepted)
             row["its steps"] = row["resident"] / decode[f"decode B{B}"]
+            with_residents(True, 1)
+            row["one resident"] = bench.verify(accepted)
             with_residents(False)
             print(" ", row, flush=True)
             rows.append(row)

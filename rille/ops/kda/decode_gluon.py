@@ -79,13 +79,20 @@ def stack(rows, T: gl.constexpr, LOG_T: gl.constexpr):
 
 
 @gluon.jit
-def short_conv(rows, x1_N, x2_N, x3_N, weight_N, W: gl.constexpr, T: gl.constexpr, LOG_T: gl.constexpr):
-    """silu(conv) [T, N] of a tuple of rows whose last inputs before them are x1, x2, x3 (oldest tap first); in fp32,
-    rounded to the rows' dtype."""
+def load_taps(weight_N, W: gl.constexpr):
+    """Four weights of each channel, the current token's first; absent ones repeat it and are never used."""
     w0_N = gl.load(weight_N + (W - 1))
     w1_N = gl.load(weight_N + (W - 2)) if W > 1 else w0_N
     w2_N = gl.load(weight_N + (W - 3)) if W > 2 else w0_N
     w3_N = gl.load(weight_N + (W - 4)) if W > 3 else w0_N
+    return w0_N, w1_N, w2_N, w3_N
+
+
+@gluon.jit
+def short_conv(rows, x1_N, x2_N, x3_N, taps, W: gl.constexpr, T: gl.constexpr, LOG_T: gl.constexpr):
+    """silu(conv) [T, N] of a tuple of rows whose last inputs before them are x1, x2, x3 (oldest tap first); in fp32,
+    rounded to the rows' dtype."""
+    w0_N, w1_N, w2_N, w3_N = taps
     x1_N, x2_N, x3_N, convolved = x1_N.to(gl.float32), x2_N.to(gl.float32), x3_N.to(gl.float32), ()
     for t in gl.static_range(T):
         x0_N = rows[t].to(gl.float32)
@@ -360,13 +367,13 @@ def decode(
     gate_1V, weight_V = gl.load(gate + row * gate_row + head * V + offsets, mask=here), gl.load(norm_weight + norm_V)
 
     q_smem = gl.allocate_shared_memory(
-        gl.float32, [1, K], TILE, short_conv(xq, q1, q2, q3, conv_weight + q_K * W, W, 1, 0)
+        gl.float32, [1, K], TILE, short_conv(xq, q1, q2, q3, load_taps(conv_weight + q_K * W, W), W, 1, 0)
     )
     k_smem = gl.allocate_shared_memory(
-        gl.float32, [1, K], TILE, short_conv(xk, k1, k2, k3, conv_weight + k_K * W, W, 1, 0)
+        gl.float32, [1, K], TILE, short_conv(xk, k1, k2, k3, load_taps(conv_weight + k_K * W, W), W, 1, 0)
     )
     v_smem = gl.allocate_shared_memory(
-        gl.float32, [1, V], TILE, short_conv(xv, v1, v2, v3, conv_weight + v_V * W, W, 1, 0)
+        gl.float32, [1, V], TILE, short_conv(xv, v1, v2, v3, load_taps(conv_weight + v_V * W, W), W, 1, 0)
     )
     alpha_smem = gl.allocate_shared_memory(
         gl.float32, [1, K], TILE, decays(z_rows, gl.load(dt_bias + q_K), rate, lower_bound, BOUNDED, 1, 0)
@@ -457,14 +464,14 @@ def verify(
     alpha_past = gl.allocate_shared_memory(gl.float32, [P, K], TILE)
     u_past = gl.allocate_shared_memory(gl.float32, [P, V], TILE)
     if count > 0:
-        k_past.store(short_conv(old_k, old1, old2, old3, conv_weight + k_K * W, W, P, LOG_P))
+        k_past.store(short_conv(old_k, old1, old2, old3, load_taps(conv_weight + k_K * W, W), W, P, LOG_P))
         alpha_past.store(decays(old_z, dt_bias_K, rate, lower_bound, BOUNDED, P, LOG_P))
         u_past.store(stack(old_u, P, LOG_P))
-    k_TK = short_conv(xk, k1, k2, k3, conv_weight + k_K * W, W, T, LOG_T)
+    k_TK = short_conv(xk, k1, k2, k3, load_taps(conv_weight + k_K * W, W), W, T, LOG_T)
     k_smem = gl.allocate_shared_memory(gl.float32, [T, K], TILE, k_TK)
-    v_TV = short_conv(xv, v1, v2, v3, conv_weight + v_V * W, W, T, LOG_T)
+    v_TV = short_conv(xv, v1, v2, v3, load_taps(conv_weight + v_V * W, W), W, T, LOG_T)
     v_smem = gl.allocate_shared_memory(gl.float32, [T, V], TILE, v_TV)
-    q_TK = short_conv(xq, q1, q2, q3, conv_weight + q_K * W, W, T, LOG_T)
+    q_TK = short_conv(xq, q1, q2, q3, load_taps(conv_weight + q_K * W, W), W, T, LOG_T)
     q_smem = gl.allocate_shared_memory(gl.float32, [T, K], TILE, q_TK)
     alpha_TK = decays(z_rows, dt_bias_K, rate, lower_bound, BOUNDED, T, LOG_T)
     alpha_smem = gl.allocate_shared_memory(gl.float32, [T, K], TILE, alpha_TK)

@@ -25,6 +25,7 @@ from rille.ops.kda.decode_gluon import (
     clear,
     decays,
     gated_norm,
+    load_taps,
     new_scales,
     row_of,
     short_conv,
@@ -87,10 +88,10 @@ def rows_of(smem, layout: gl.constexpr):
 
 
 @gluon.jit
-def convolved(smem, before, weight_N, W: gl.constexpr, LOG_T: gl.constexpr, layout: gl.constexpr):
+def convolved(smem, before, taps, W: gl.constexpr, LOG_T: gl.constexpr, layout: gl.constexpr):
     """silu(conv) [T, N] of the rows in shared memory and what came before them."""
     x1_N, x2_N, x3_N = row_of(before, 0, layout), row_of(before, 1, layout), row_of(before, 2, layout)
-    return short_conv(rows_of(smem, layout), x1_N, x2_N, x3_N, weight_N, W, 1 << LOG_T, LOG_T)
+    return short_conv(rows_of(smem, layout), x1_N, x2_N, x3_N, taps, W, 1 << LOG_T, LOG_T)
 
 
 @gluon.jit
@@ -210,6 +211,18 @@ def new_tiles(T: gl.constexpr, K: gl.constexpr, V: gl.constexpr):
 
 
 @gluon.jit
+def weights_of(
+    head, conv_weight, A_log, dt_bias,
+    H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, W: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """The taps of q, k and v, the decay's rate (its logarithm) and bias: of every channel of a head."""
+    q_K = head * K + gl.arange(0, K, layout=layout)
+    v_V = 2 * H * K + head * V + gl.arange(0, V, layout=layout)
+    q, k = load_taps(conv_weight + q_K * W, W), load_taps(conv_weight + (H * K + q_K) * W, W)
+    return q, k, load_taps(conv_weight + v_V * W, W), gl.load(A_log + head), gl.load(dt_bias + q_K)
+
+
+@gluon.jit
 def betas(b, tokens: gl.constexpr, T: gl.constexpr, H: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [gl.num_warps(), 1], [1, 0])
     t_T1 = gl.arange(0, T, layout=gl.SliceLayout(1, layout))[:, None]
@@ -241,7 +254,6 @@ def verify(
     AHEAD: shared memory has room for a state, else it comes when it is needed."""
     T: gl.constexpr = 1 << LOG_T
     P: gl.constexpr = 1 << LOG_P
-    HK: gl.constexpr = H * K
     HV: gl.constexpr = H * V
     line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     rows: gl.constexpr = max(1, V * LANES // (32 * gl.num_warps()))
@@ -273,6 +285,7 @@ def verify(
         fetch_rows(gate_smem, gate + row * gate_row + head * V, HV, tokens)
     async_copy.commit_group()
 
+    weights = weights_of(head, conv_weight, A_log, dt_bias, H, K, V, W, line)
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         head1, row1, slot1, count1 = item_of(item + gl.num_programs(0), items, slots, accepted, past_tokens, H)
         k_past = gl.allocate_shared_memory(gl.float32, [P, K], TILE)
@@ -280,16 +293,14 @@ def verify(
         tiles = new_tiles(T, K, V)
         async_copy.wait_group(2)  # not for the state, nor for what is late
         if slot >= 0:
-            q_K = head * K + gl.arange(0, K, layout=line)
-            v_V = 2 * HK + head * V + gl.arange(0, V, layout=line)
-            k_weight = conv_weight + (HK + q_K) * W
-            rate, dt_bias_K = gl.exp(gl.load(A_log + head)), gl.load(dt_bias + q_K)
+            q_taps, k_taps, v_taps, rate, dt_bias_K = weights
+            rate = gl.exp(rate)
             if count > 0:
-                k_past.store(convolved(small[0], small[2], k_weight, W, LOG_P, line))
+                k_past.store(convolved(small[0], small[2], k_taps, W, LOG_P, line))
                 alpha_past.store(decays(rows_of(small[1], line), dt_bias_K, rate, lower_bound, BOUNDED, P, LOG_P))
-            tiles[1].store(convolved(small[3], small[7], k_weight, W, LOG_T, line))
-            tiles[3].store(convolved(small[4], small[8], conv_weight + v_V * W, W, LOG_T, line))
-            tiles[2].store(convolved(small[5], small[9], conv_weight + q_K * W, W, LOG_T, line))
+            tiles[1].store(convolved(small[3], small[7], k_taps, W, LOG_T, line))
+            tiles[3].store(convolved(small[4], small[8], v_taps, W, LOG_T, line))
+            tiles[2].store(convolved(small[5], small[9], q_taps, W, LOG_T, line))
             tiles[0].store(decays(rows_of(small[6], line), dt_bias_K, rate, lower_bound, BOUNDED, T, LOG_T))
             tiles[4].store(sigmoid(b_T1.to(gl.float32)))
             keep_tokens(
@@ -317,15 +328,16 @@ def verify(
             S_VK = write(S_VK, row_of(alpha_past, t, over_K), row_of(u_smem, t, over_V), row_of(k_past, t, over_K))
         if count > 0:
             gl.store(state_VK, S_VK)
-        y_row = y + row * (tokens * HV) + head * V
+        y_row, u_row = y + row * (tokens * HV) + head * V, past_u + slot * (past_tokens * HV) + head * V
+        o_smem = gl.allocate_shared_memory(y.dtype.element_ty, [T, V], TILE)
         if slot >= 0:
+            for t in range(tokens - 1):
+                S_VK = draft(S_VK, t, tiles, u_row, o_smem, HV, V, K)
             if tokens > 0:
-                o_smem = gl.allocate_shared_memory(y.dtype.element_ty, [T, V], TILE)
-                u_row = past_u + slot * (past_tokens * HV) + head * V
-                for t in range(tokens - 1):
-                    S_VK = draft(S_VK, t, tiles, u_row, o_smem, HV, V, K)
                 draft(S_VK, tokens - 1, tiles, u_row, o_smem, HV, V, K)  # nobody needs the state after it
-                store_outputs(y_row, o_smem, gate_smem, norm_smem, eps, tokens, HV, V)
+        weights = weights_of(head1, conv_weight, A_log, dt_bias, H, K, V, W, line)  # registers are free from here on
+        if slot >= 0:
+            store_outputs(y_row, o_smem, gate_smem, norm_smem, eps, tokens, HV, V)
         else:
             clear(y_row, tokens, T, V, HV)
         if slot1 >= 0:
