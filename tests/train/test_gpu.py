@@ -1,4 +1,7 @@
-"""Training on a card: one wait a step, and a resume that is bit-equal. `nano` with fewer layers and experts."""
+"""Training on a card: one wait a step, and a resume that is bit-equal. `nano` with fewer layers and experts.
+
+A kernel that adds in no fixed order shows in no figure of a table, but in the last bit of a loss some steps later.
+"""
 
 import warnings
 from dataclasses import replace
@@ -14,13 +17,26 @@ from rille.train import loop
 from rille.train.config import TrainConfig
 from rille.train.metrics import MACHINE, read_metrics
 from rille.train.pretrain import pretrain
-from tests.train.small import VOCABULARY, small_run, write_text
+from tests.train.small import VOCABULARY, small_run
 
-MODEL = preset("nano").replace(vocab_size=VOCABULARY, num_layers=5, mla_layers=(3,), num_experts=32)
+MODEL = preset("nano").replace(vocab_size=VOCABULARY, num_layers=5, mla_layers=(3,), num_experts=16)
 
 
-def config(tmp_path: Path, **changes) -> TrainConfig:
-    text = str(write_text(tmp_path / "text"))
+# Functions in each document: sequences of 30 to 1024 tokens as they come; or long ones cut into one length, where
+# an op may choose another kernel.
+TEXTS = {"mixed": [300, 1, 40, 2, 150, 5, 700, 3, 80, 20], "one length": [8_000, 200]}
+
+
+def documents(folder: Path, sizes: list[int]) -> Path:
+    folder.mkdir()
+    for number, size in enumerate(sizes):
+        lines = [f"def power_{number}_{n}(x):\n    return x ** {n}\n\n" for n in range(size)]
+        (folder / f"{number:02}.py").write_text("".join(lines), encoding="utf-8")
+    return folder
+
+
+def config(tmp_path: Path, text: str, **changes) -> TrainConfig:
+    files = documents(tmp_path / "text", TEXTS[text])
     return TrainConfig(
         out=str(tmp_path / "run"),
         steps=6,
@@ -30,7 +46,7 @@ def config(tmp_path: Path, **changes) -> TrainConfig:
         dtype="bfloat16",
         accumulate=2,
         save_in_background=True,
-        data=DataConfig(path=text, held_out=0.1, vocab_size=VOCABULARY, sequence_length=700, batch_tokens=4096),
+        data=DataConfig(path=str(files), held_out=0.1, vocab_size=VOCABULARY, sequence_length=1024, batch_tokens=4096),
         optim=OptimConfig(rule="muon", lr=1e-3),
         model=MODEL,
         **changes,
@@ -39,7 +55,9 @@ def config(tmp_path: Path, **changes) -> TrainConfig:
 
 @pytest.mark.gpu
 def test_the_host_waits_once_a_step(tmp_path):
-    run = small_run(tmp_path, **{name: value for name, value in vars(config(tmp_path)).items() if name != "out"})
+    run = small_run(
+        tmp_path, **{name: value for name, value in vars(config(tmp_path, "mixed")).items() if name != "out"}
+    )
     for _ in range(2):  # the first one compiles
         torch.cuda.synchronize()
         with warnings.catch_warnings(record=True) as caught:
@@ -55,9 +73,10 @@ def test_the_host_waits_once_a_step(tmp_path):
 
 
 @pytest.mark.gpu
-def test_resume_is_bit_equal(tmp_path):
-    steady = OptimConfig(rule="muon", lr=1e-3, schedule="constant", warmup_fraction=0.0)  # whatever `steps` is
-    whole = replace(config(tmp_path), optim=steady)
+@pytest.mark.parametrize(("text", "rule"), [("mixed", "muon"), ("one length", "adamw")])
+def test_resume_is_bit_equal(tmp_path, text, rule):
+    steady = OptimConfig(rule=rule, lr=1e-3, schedule="constant", warmup_fraction=0.0)  # whatever `steps` is
+    whole = replace(config(tmp_path, text), optim=steady)
     broken = replace(whole, out=str(tmp_path / "broken"))
     pretrain(whole)
     pretrain(replace(broken, steps=3))
@@ -66,4 +85,6 @@ def test_resume_is_bit_equal(tmp_path):
         [{**row, **dict.fromkeys(MACHINE, 0)} for row in read_metrics(Path(run.out) / "metrics.jsonl")]
         for run in (whole, broken)
     ]
-    assert rows[0] == rows[1] and len(rows[0]) == 6
+    assert len(rows[0]) == 6
+    for row, other in zip(*rows, strict=True):
+        assert [name for name in row if row[name] != other.get(name)] == [], row["step"]
