@@ -6,36 +6,59 @@
 A layer has two sites (before attention, before the feed-forward) and the model one more at its output. A sub-layer
 reads only the mixture and adds its output to p. In Block AttnRes p becomes a source when a block of layers is full; in
 Full AttnRes after every sub-layer; with standard residuals there is only p.
+
+The finished blocks do not change until the next one is full: where that moves fewer bytes, they are scored in one pass
+for all sites that read them next (`Depth.look_ahead`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
 from rille.model.allocate import Allocate
-from rille.ops.attn_res import attn_res, attn_res_handed
+from rille.ops.attn_res import ScoredBlocks, attn_res, attn_res_handed, choose_phases, score_blocks, scored_site
+from rille.ops.attn_res.form import Form
 from rille.ops.norm import add_rms_norm, rms_norm
+
+
+@dataclass(frozen=True, eq=False)
+class Ahead:
+    """The finished blocks, scored for the sites that read them next."""
+
+    sites: tuple[Mix, ...]
+    scored: ScoredBlocks
 
 
 @dataclass(frozen=True, eq=False)
 class Depth:
     """All that travels through the depth: the running sum and the entries of the finished blocks, [N, D] each.
 
-    `partial` is None only between `close` and the next `add`. Immutable; entries are shared, never copied.
+    `partial` is None only between `close` and the next `add`; `ahead` only where the blocks were scored in one pass.
+    Immutable; entries are shared, never copied.
     """
 
     partial: Tensor | None
     blocks: tuple[Tensor, ...] = ()
+    ahead: Ahead | None = None
 
     def close(self) -> Depth:
         """Make the running sum a source of its own; a new sum starts with the next output."""
         assert self.partial is not None, "a block closes only after an output was added"
         return Depth(None, (*self.blocks, self.partial))
 
+    def look_ahead(self, sites: tuple[Mix, ...], form: Form) -> Depth:
+        """Score the finished blocks for all sites that read them until the next one is full, if that is the form."""
+        chosen = choose_phases(self.blocks, len(sites))[0] if form == "auto" else form
+        if chosen == "one_phase" or not sites:
+            return self
+        queries, gains = [site.query for site in sites], [site.gain for site in sites]
+        scored = score_blocks(self.blocks, queries, gains, sites[0].eps)
+        return Depth(self.partial, scored.blocks, Ahead(sites, scored))
+
     def add(self, output: Tensor) -> Depth:
-        return Depth(output if self.partial is None else self.partial + output, self.blocks)
+        return replace(self, partial=output if self.partial is None else self.partial + output)
 
     @property
     def sum(self) -> Tensor:
@@ -62,9 +85,13 @@ class Mix(nn.Module):
         if not depth.blocks or eps != self.eps:
             return normed(self, depth, output, norm_gain, eps)
         depth, output = fitting(depth, output)
+        if depth.ahead is not None and self in depth.ahead.sites:
+            scored, site = depth.ahead.scored, depth.ahead.sites.index(self)
+            x_ND, sum_ND = scored_site(scored, site, depth.sum, output, norm_gain)
+            return x_ND, replace(depth, partial=sum_ND)
         sources = [*depth.blocks, depth.sum]
         x_ND, (*blocks, sum_ND) = attn_res_handed(sources, output, self.query, self.gain, norm_gain, eps)
-        return x_ND, Depth(sum_ND, tuple(blocks))
+        return x_ND, replace(depth, partial=sum_ND, blocks=tuple(blocks))
 
 
 class Plain(nn.Module):
@@ -94,6 +121,6 @@ def normed(
         return rms_norm(site(depth), norm_gain, eps), depth
     if isinstance(site, Plain) or not depth.blocks:
         x_ND, sum_ND = add_rms_norm(depth.sum, output, norm_gain, eps)
-        return x_ND, Depth(sum_ND, depth.blocks)
+        return x_ND, replace(depth, partial=sum_ND)
     depth = depth.add(output)
     return rms_norm(site(depth), norm_gain, eps), depth

@@ -25,6 +25,7 @@ def recompute_layers(model: K3) -> None:
     for module in model.modules():
         if isinstance(module, Block):
             module.forward = forgetful(module.forward)  # pyright: ignore[reportAttributeAccessIssue]
+            module.form = "one_phase"  # what sites share would have to be kept for the second run
 
 
 def forgetful(layer: Layer) -> Layer:

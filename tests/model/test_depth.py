@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rille.model.block import Block
+from rille.model import attn_res
+from rille.model.block import Block, share_mixtures
 from rille.model.context import Context
 from rille.model.model import K3, new_model
 from rille.model.presets import preset
@@ -49,3 +50,51 @@ def test_a_watched_layer_takes_the_other_way(monkeypatch: pytest.MonkeyPatch) ->
         taken.clear()
         run(model, watched)
         assert taken == ["tapped" if watched else "untapped"] * SMALL.num_layers
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_both_forms_of_the_mixtures(grad: bool) -> None:
+    """The finished blocks scored for all sites at once, or by each site: one model."""
+    model = new_model(SMALL, seed=1).double()
+    for name, p in model.named_parameters():
+        if name.endswith("query"):
+            torch.nn.init.normal_(p)
+    found = []
+    for form in ("one_phase", "two_phase"):
+        share_mixtures(list(model.blocks()), model.output_mix, form)
+        if grad:
+            found.append(run(model, False))
+        else:
+            with torch.no_grad():
+                found.append([model(torch.arange(11), Context(Packing.of([5, 6])))])
+    for a, b in zip(*found, strict=True):
+        assert (a - b).abs().max() <= 1e-11 * b.abs().max()
+
+
+def test_who_reads_which_blocks() -> None:
+    """From the second site of the layer that opens a block to the first of the next one, or to the output."""
+    model = new_model(SMALL, seed=1)
+    blocks = list(model.blocks())
+    names = {id(module): name for name, module in model.named_modules()}
+    ahead = [[names[id(site)] for site in block.sites_ahead] for block in blocks]
+    assert ahead[0] == ["layers.0.ffn_mix", "layers.1.attn_mix", "layers.1.ffn_mix", "layers.2.attn_mix"]
+    assert ahead[4] == ["layers.4.ffn_mix", "output_mix"] and not ahead[1] and not ahead[3]
+    plain = new_model(SMALL.replace(residual="standard"), seed=1)
+    full = new_model(SMALL.replace(residual="attn_res_full"), seed=1)
+    assert not any(block.sites_ahead for other in (plain, full) for block in other.blocks())
+    with pytest.raises(ValueError, match="unknown form 'both'"):
+        share_mixtures(blocks, model.output_mix, "both")  # pyright: ignore[reportArgumentType]
+
+
+def test_two_phases_run_in_a_layer_that_opens_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+    score = attn_res.score_blocks
+    monkeypatch.setattr(
+        attn_res, "score_blocks", lambda blocks, *a: (counted.append(len(blocks)), score(blocks, *a))[1]
+    )
+    model = new_model(SMALL, seed=1)
+    for form, expected in (("auto", []), ("one_phase", []), ("two_phase", [1, 2, 3])):
+        share_mixtures(list(model.blocks()), model.output_mix, form)
+        counted.clear()
+        run(model, False)
+        assert counted == expected

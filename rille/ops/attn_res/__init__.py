@@ -1,6 +1,8 @@
 """Attention Residuals: a learned softmax over finished blocks and the running sum instead of a residual connection.
 
-`reference.py` is the definition, `one_phase.py` the form that trains in plain PyTorch, `mix.py` runs the kernels.
+`reference.py` is the definition, `one_phase.py` the form that trains in plain PyTorch, `mix.py` runs the kernels of a
+site. The two-phase form, in which the sites of a block of layers share a pass over the finished blocks, is in
+`blocks.py`.
 """
 
 import warnings
@@ -12,9 +14,20 @@ import torch
 from torch import Tensor
 
 from rille.ops.attn_res import one_phase, reference
+from rille.ops.attn_res.blocks import ScoredBlocks, choose_phases, score_blocks, scored_site
 from rille.ops.norm import reference as norm_reference
 
-__all__ = ["attn_res", "attn_res_handed", "attn_res_site", "attn_res_weights", "choose_backend"]
+__all__ = [
+    "ScoredBlocks",
+    "attn_res",
+    "attn_res_handed",
+    "attn_res_site",
+    "attn_res_weights",
+    "choose_backend",
+    "choose_phases",
+    "score_blocks",
+    "scored_site",
+]
 
 HAS_TRITON = find_spec("triton") is not None  # asked once: torch.compile cannot trace the question
 BACKENDS = ("triton", "one_phase", "reference")
