@@ -1,12 +1,13 @@
 """Head and cross-entropy on one GPU: first right, then fast, beside plain PyTorch and the bare products.
 
-    PYTHONPATH=. python3 benchmarks/ops/cross_entropy.py --out FOLDER [--part gate|time] [--no-peers]
+    PYTHONPATH=. python3 benchmarks/ops/cross_entropy.py --out FOLDER [--part gate|time] [--no-peers] [--quick]
 
 The gate compares loss, log-probabilities and gradients with float64 and two runs bit for bit. Times are medians of
 `triton.testing.do_bench`. "score" is the kernel between the products on one chunk; its floor reads fp32 logits once and
 writes bf16 gradients, at the speed of a device copy measured in the same run. "products" are the three matrix products
 of all chunks alone, "op" is everything with gradients. Peers: the same in plain PyTorch, and all logits at once under
-torch.compile. The table comes last; FOLDER/cross_entropy.json holds the numbers.
+torch.compile. --quick: the smallest shape, no sweeps, beside eager torch.nn.functional.cross_entropy. The table comes
+last; FOLDER/cross_entropy.json holds the numbers.
 """
 
 from __future__ import annotations
@@ -64,9 +65,10 @@ def check_case(N: int, D: int, W: int, dtype: torch.dtype, z_loss: float, chunk:
     return [*rows, (f"{label} twice", twice, 0.0)]
 
 
-def check_all() -> list[tuple[str, float, float]]:
+def check_all(quick: bool) -> list[tuple[str, float, float]]:
     rows = check_case(300, 64, 163840, BF16, 0.0, 128) + check_case(65, 512, 32768, BF16, 1e-3, 1024)
-    rows += check_case(33, 72, 5001, BF16, 0.1, 16) + check_case(130, 64, 4099, FP32, 0.1, 64)
+    if not quick:
+        rows += check_case(33, 72, 5001, BF16, 0.1, 16) + check_case(130, 64, 4099, FP32, 0.1, 64)
     for what, error, limit in rows:
         if not error <= limit:
             print(f"  FAIL {what:<44} {error:.2e} (at most {limit:.0e})", flush=True)
@@ -96,14 +98,14 @@ def products(x: Tensor, head: Tensor, chunk: int) -> None:
         fused.add_product(dhead, dlogits.T, x[rows])
 
 
-def time_score(W: int, chunk: int, speed: float) -> dict[str, float]:
+def time_score(W: int, chunk: int, speed: float, quick: bool) -> dict[str, float]:
     """The kernel on one chunk. Its input is its own output after the first run: any bits will do for the time."""
     logits, targets = torch.randn(chunk, W, device="cuda"), torch.randint(0, W, (chunk,), device="cuda")
     call = lambda: fused.score_logits(logits, targets, 0.0, True, BF16)  # noqa: E731
     row = {"score floor": chunk * W * 6 / speed, "score": median_ms(call)}
     row["share"] = row["score floor"] / row["score"]
     chosen = fused.WARPS, fused.BLOCK
-    for warps, block in SWEEP:
+    for warps, block in [] if quick else SWEEP:
         fused.WARPS, fused.BLOCK = warps, block
         row[f"w{warps} b{block}"] = median_ms(call, rep=30)
     fused.WARPS, fused.BLOCK = chosen
@@ -115,9 +117,21 @@ def all_at_once(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy((x @ head.T).float(), targets, reduction="sum")
 
 
+def measure_quick(N: int, D: int, W: int, speed: float) -> dict[str, Any]:
+    """The kernel between the products, the products and the whole, beside eager PyTorch with all logits at once."""
+    chunk = fused.chunk_for(W)
+    row: dict[str, Any] = {"work": f"N{N} D{D} W{W}", "chunk": chunk} | time_score(W, chunk, speed, True)
+    x, head, targets = draw(N, D, W, BF16)
+    row["products"] = median_ms(lambda: products(x, head, chunk), rep=40)
+    row["op"] = median_ms(lambda: step(x, head, targets, "triton"), rep=40)
+    row["op/products"] = row["op"] / row["products"]
+    row["eager"] = median_ms(lambda: torch.autograd.grad(all_at_once(x, head, targets), (x, head)), rep=40)
+    return row
+
+
 def measure(N: int, D: int, W: int, speed: float, with_peers: bool) -> dict[str, Any]:
     chunk = fused.chunk_for(W)
-    row: dict[str, Any] = {"work": f"N{N} D{D} W{W}", "chunk": chunk} | time_score(W, chunk, speed)
+    row: dict[str, Any] = {"work": f"N{N} D{D} W{W}", "chunk": chunk} | time_score(W, chunk, speed, False)
     torch.cuda.empty_cache()
     x, head, targets = draw(N, D, W, BF16)
     row["products"] = median_ms(lambda: products(x, head, chunk))
@@ -148,8 +162,9 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 def times(options: argparse.Namespace, report: dict[str, Any]) -> None:
     speed = copy_speed()
     report["copy TB/s"], report["rows"] = speed * 1e-9, []
-    for shape in SHAPES:
-        report["rows"].append(measure(*shape, speed, not options.no_peers))
+    for shape in SHAPES[1:2] if options.quick else SHAPES:
+        row = measure_quick(*shape, speed) if options.quick else measure(*shape, speed, not options.no_peers)
+        report["rows"].append(row)
         print(f"  {report['rows'][-1]['work']}", report["rows"][-1], flush=True)
         torch.cuda.empty_cache()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -158,17 +173,18 @@ def times(options: argparse.Namespace, report: dict[str, Any]) -> None:
     print_table(report["rows"])
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("."))
     parser.add_argument("--part", choices=("gate", "time"), help="one half only")
     parser.add_argument("--no-peers", action="store_true")
-    options = parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help="the smallest shape, no sweeps")
+    options = parser.parse_args(arguments)
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "versions": {name: version(name) for name in ("torch", "triton")},
-        "gate": [] if options.part == "time" else check_all(),
+        "gate": [] if options.part == "time" else check_all(options.quick),
     }
     if options.part != "gate":
         times(options, report)

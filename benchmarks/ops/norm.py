@@ -1,12 +1,13 @@
 """Norms and gated activations on one GPU: first right, then fast, beside the bytes that must move.
 
-    PYTHONPATH=. python3 benchmarks/ops/norm.py --out FOLDER [--part gate|time] [--no-compile]
+    PYTHONPATH=. python3 benchmarks/ops/norm.py --out FOLDER [--part gate|time] [--no-compile] [--quick]
 
 The gate compares outputs and gradients with the definitions in float64, and two backward passes bit for bit. Times are
-medians of CUDA graphs of the forward and the backward launch alone; torch.compile of the definition
-stands beside them with its forward, and both with gradients through autograd. The floor counts each tensor read or
-written once, at the speed of a device copy measured in the same run. The table comes last; FOLDER/norm.json holds the
-numbers.
+medians of CUDA graphs of the forward and the backward launch alone; beside them stand the forward in eager PyTorch
+(torch.nn.functional.rms_norm where it has the op, else the definition), torch.compile of the definition with its
+forward, and both with gradients through autograd. --quick leaves out what is compiled, autograd, and the gate's odd
+shapes. The floor counts each tensor read or written once, at the speed of a device copy measured in the same run. The
+table comes last; FOLDER/norm.json holds the numbers.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch.nn import functional
 
 from rille.ops.norm import add_rms_norm, gated_rms_norm, rms_norm
 from rille.ops.norm import launch as norms
@@ -81,6 +83,7 @@ def ops() -> list[Op]:
         Op("add 7168", (16384, 7168), added, add, plain_add, 4, 4),
         Op("add 512", (131072, 512), added, add, plain_add, 4, 4),
         Op("gated 128", (8192, 96, 128), added, gated, plain_gated, 3, 5),
+        Op("situ 448", (262144, 448), pair, situ, plain_situ, 3, 5),
         Op("situ 3072", (32768, 3072), pair, situ, plain_situ, 3, 5),
         Op("swiglu 3072", (32768, 3072), pair, swish, plain_swish, 3, 5),
     ]
@@ -99,11 +102,12 @@ def outcomes(op: Op, leaves: list[Tensor], backend: str) -> list[Tensor]:
     return [*outputs, *torch.autograd.grad(outputs, leaves, seeds)]
 
 
-def check_all() -> list[tuple[str, float, float]]:
+def check_all(quick: bool) -> list[tuple[str, float, float]]:
     rows = []
     for op in ops():
         odd = (7, *op.shape[1:-1], op.shape[-1] - 5)
-        for shape, dtype in (((304, *op.shape[1:]), torch.bfloat16), (odd, torch.float32)):
+        cases = [((304, *op.shape[1:]), torch.bfloat16), (odd, torch.float32)]
+        for shape, dtype in cases[: 1 if quick else 2]:
             leaves = op.leaves(shape, dtype)
             ours, again = (outcomes(op, leaves, "triton") for _ in range(2))
             exact = outcomes(op, [x.detach().double().requires_grad_() for x in leaves], "reference")
@@ -169,13 +173,26 @@ def with_gradient(call: Callable[[], Any], leaves: list[Tensor]) -> Callable[[],
     return step
 
 
-def measure(op: Op, speed: float, with_compile: bool) -> dict[str, Any]:
+def eager(op: Op, leaves: list[Tensor]) -> Callable[[], Any]:
+    """The forward as eager PyTorch has it."""
+    if op.name.startswith("rms"):
+        return lambda: functional.rms_norm(leaves[0], leaves[1].shape, leaves[1], EPS)
+    if op.name.startswith("add"):
+        return lambda: functional.rms_norm(leaves[0] + leaves[1], leaves[2].shape, leaves[2], EPS)
+    return lambda: op.plain(leaves)
+
+
+def measure(op: Op, speed: float, with_compile: bool, quick: bool) -> dict[str, Any]:
     leaves = op.leaves(op.shape, torch.bfloat16)
     unit = leaves[0].numel() * 2 / speed
     forward, backward = launches(op, leaves)
     row: dict[str, Any] = {"op": op.name, "floor f": op.forward_units * unit, "f": median_us(forward)}
     row |= {"share f": row["floor f"] / row["f"], "floor b": op.backward_units * unit, "b": median_us(backward)}
     row |= {"share b": row["floor b"] / row["b"]}
+    with torch.no_grad():
+        row["eager f"] = median_us(eager(op, leaves))
+    if quick:
+        return row
     row["f+b"] = median_us(with_gradient(lambda: op.call(leaves, "triton"), leaves))
     if with_compile:
         compiled = torch.compile(op.plain, dynamic=False)
@@ -198,7 +215,7 @@ def times(options: argparse.Namespace, report: dict[str, Any]) -> None:
     report["copy TB/s"], report["rows"] = speed * 1e-6, []
     for op in ops():
         compiling = not options.no_compile and op.name in ("rms 7168", "gated 128", "situ 3072")
-        report["rows"].append(measure(op, speed, compiling))
+        report["rows"].append(measure(op, speed, compiling, options.quick))
         print(" ", report["rows"][-1], flush=True)
         torch.cuda.empty_cache()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -207,18 +224,19 @@ def times(options: argparse.Namespace, report: dict[str, Any]) -> None:
     print_table(report["rows"])
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("."))
     parser.add_argument("--part", choices=("gate", "time"), help="one half only")
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile of the definitions")
-    options = parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help="our kernels and eager PyTorch, timed shapes alone")
+    options = parser.parse_args(arguments)
     torch.manual_seed(0)
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "versions": {name: version(name) for name in ("torch", "triton")},
-        "gate": [] if options.part == "time" else check_all(),
+        "gate": [] if options.part == "time" else check_all(options.quick),
     }
     if options.part != "gate":
         times(options, report)

@@ -5,6 +5,8 @@ Axes: N tokens, A choices of each, E experts, L latent, F expert width.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -35,25 +37,14 @@ def experts(
 ) -> Tensor:  # fmt: skip
     """out [N, L] fp32. x [N, L] with dense rows, the rest dense: ids and weights [N, A], codes and scales uint8.
     twin: the products in plain Triton."""
-    (N, A), (E, L), F = ids.shape, w2.shape[:2], 2 * w2.shape[2]
+    (N, A), (E, L, _) = ids.shape, w2.shape
     if not N:
         return torch.empty(N, L, dtype=torch.float32, device=x.device)
     tile = tile_of(N)
     tiles = tiles_bound(N * A, E, tile)
     places, ordered = prepare(x, ids, tile, tiles)
-    table = places.pair_of_row, places.expert_of_tile
-    act = torch.empty(tiles * tile, F, dtype=x.dtype, device=x.device)
-    y = torch.empty(tiles * tile, L, dtype=torch.float32, device=x.device)
-    first, second, more = _products(twin)
-    glu = dict(A=cap_gate, B=cap_up, CAPPED=capped) | (dict(FAST=not INTERPRET) if more else {})
-    launch(
-        first, tiles * -(-F // ROWS), (ordered, w13.view(torch.int32), w13_scale, act, *table),
-        F=F, L=L, ACTIVE=A, TILE=tile, **glu, **more, num_warps=4,
-    )  # fmt: skip
-    launch(
-        second, tiles * -(-L // ROWS), (act, w2.view(torch.int32), w2_scale, y, *table), L=L, F=F, TILE=tile, **more,
-        num_warps=4,
-    )  # fmt: skip
+    act = first_product(ordered, w13, w13_scale, places, A, tile, (cap_gate, cap_up, capped), twin)
+    y = second_product(act, w2, w2_scale, places, tile, twin)
     return permute.combine(y, places, weights, N, A, torch.float32)
 
 
@@ -78,15 +69,42 @@ def prepare(x: Tensor, ids: Tensor, tile: int, tiles: int) -> tuple[Places, Tens
     return Places(row_of_pair, pair_of_row, expert_of_tile, scratch), ordered
 
 
+def first_product(
+    ordered: Tensor, codes: Tensor, scales: Tensor, places: Places, A: int, tile: int, glu: tuple[float, float, bool],
+    twin: bool,
+) -> Tensor:  # fmt: skip
+    """act [rows, F] in the second product's order; rows without a pair hold nothing. glu: caps, whether they count."""
+    (_, double, _), L, tiles = codes.shape, ordered.shape[1], len(places.expert_of_tile)
+    F, more = double // 2, dict(ROWS=ROWS, STEP=STEP, FAST=not INTERPRET) if twin or INTERPRET else {}
+    act = torch.empty(tiles * tile, F, dtype=ordered.dtype, device=ordered.device)
+    tensors = ordered, codes.view(torch.int32), scales, act, places.pair_of_row, places.expert_of_tile
+    launch(
+        products(twin).first_product, tiles * -(-F // ROWS), tensors, F=F, L=L, ACTIVE=A, TILE=tile, A=glu[0], B=glu[1],
+        CAPPED=glu[2], **more, num_warps=4,
+    )  # fmt: skip
+    return act
+
+
+def second_product(act: Tensor, codes: Tensor, scales: Tensor, places: Places, tile: int, twin: bool) -> Tensor:
+    """y [rows, L] fp32; rows without a pair hold nothing."""
+    (_, L, _), F, tiles = codes.shape, act.shape[1], len(places.expert_of_tile)
+    more = dict(ROWS=ROWS, STEP=STEP) if twin or INTERPRET else {}
+    y = torch.empty(tiles * tile, L, dtype=torch.float32, device=act.device)
+    tensors = act, codes.view(torch.int32), scales, y, places.pair_of_row, places.expert_of_tile
+    programs = tiles * -(-L // ROWS)
+    launch(products(twin).second_product, programs, tensors, L=L, F=F, TILE=tile, **more, num_warps=4)
+    return y
+
+
+def products(twin: bool) -> Any:
+    """The module that has the products' kernels."""
+    if twin or INTERPRET:
+        return expert_kernels
+    from rille.ops.mx import expert_gluon
+
+    return expert_gluon
+
+
 def placing(pairs: int) -> dict[str, int]:
     """Pairs and other pairs that the placing program compares at a time, and its warps."""
     return dict(BLOCK=max(32, power_of_two(pairs)), SPAN=32 if pairs <= 256 else 8, num_warps=4 if pairs <= 256 else 16)
-
-
-def _products(twin: bool):
-    """Kernels of both products, and what the twins want besides."""
-    if twin or INTERPRET:
-        return expert_kernels.first_product, expert_kernels.second_product, dict(ROWS=ROWS, STEP=STEP)
-    from rille.ops.mx import expert_gluon
-
-    return expert_gluon.first_product, expert_gluon.second_product, {}
