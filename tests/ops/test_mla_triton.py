@@ -225,6 +225,20 @@ def test_where_the_library_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not (chosen(5, 3) or chosen(5, 5, K=128) or chosen(5, 5, learns=False))
 
 
+def test_a_gate_reads_what_is_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def choose(q: Tensor, v: Tensor, packing: Packing, scale: float, dtype: torch.dtype) -> tuple[str, str]:
+        asked.append(dtype)
+        return "torch", "the tensors are on cpu"
+
+    monkeypatch.setattr(choice, "choose_backend", choose)
+    q, k, v, gate = (torch.randn(6, 2, width).to(torch.bfloat16) for width in (24, 24, 16, 16))
+    assert gated_attention(q, k, v, gate, pack(6), 0.3).dtype == torch.bfloat16
+    attention(q, k, v, pack(6), 0.3, dtype=torch.bfloat16)
+    assert asked == [torch.float32, torch.bfloat16]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["flash", "cudnn"])
 def test_library_forms(backend: str) -> None:

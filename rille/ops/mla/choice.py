@@ -45,7 +45,7 @@ def library_is_faster(q: Tensor, v: Tensor, packing: Packing) -> str:
     """Where cuDNN, whose output has 16 bits, was measured to be faster (README.md), or an empty string.
 
     Forward with backward at 192 / 128 channels: a batch of one length, or so many heads that the calls, one a sequence,
-    hide behind the work. Forward alone ours is as fast.
+    hide behind the work. Forward alone ours is as fast, and with a gate, which PyTorch applies to cuDNN's output.
     """
     if library.unsupported(q) or (q.shape[2], v.shape[2]) != (192, 128):
         return ""
@@ -113,7 +113,8 @@ def attend(
             return without_triton(q, v, scale)
         return library.unsupported(q) if name in ("flash", "cudnn") else ""
 
-    backend = settle("attention", backend, BACKENDS, choose_backend(q, v, packing, scale, dtype), obstacle)
+    read = dtype if gate is None else torch.promote_types(q.dtype, torch.float32)  # the gate reads what is not rounded
+    backend = settle("attention", backend, BACKENDS, choose_backend(q, v, packing, scale, read), obstacle)
     if backend == "triton":
         from rille.ops.mla import launch
 

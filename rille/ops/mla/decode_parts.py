@@ -4,9 +4,9 @@ Scores of 64 rows at a time read the queries half as often as scores of 32. Two 
 third can be fetched ahead: the ring hands back parts of a block instead, a quarter of the value columns or the columns
 behind them, each with barriers of its own, and a part of the block after next follows while the rest is still in use.
 
-One group of four warps takes the scores and turns them into weights. It starts the first half of the next scores, which
-needs the parts that come back first, then takes exponentials, then starts the second half. Two groups hold half of the
-value columns each. The factor of what was summed before is known ahead of the weights and passed on ahead of them.
+One group of four warps takes the scores and turns them into weights. Two groups hold half of the value columns each and
+multiply while the next scores are taken. The factor of what was summed before is known ahead of the weights and goes
+ahead of them.
 
     order of parts: the rest, 0, 2, 1, 3        groups 0 and 1 multiply by parts 0, 1 and 2, 3
 
@@ -125,11 +125,12 @@ def weigh(places, bars, lse_ptr, at_row, begin, blocks, history, first_row, end,
         barrier()
         mbarrier.arrive(empty.index(REST), count=1)
         for i in range(1, blocks):
-            following = scores(places, full, i, zero, 0)
+            # Weights first: a part of the next block that has not come would hold them up, and with them its return.
             at = begin + (i - 1) * BLOCK
             m, total = pass_on(s, m, total, i - 1, at, seen, scale2, weights, factors, bars)
-            following = scores(places, full, i, following, 1)
-            s = warpgroup_mma_wait(0, deps=(following,))
+            s = scores(places, full, i, zero, 0)
+            s = scores(places, full, i, s, 1)
+            s = warpgroup_mma_wait(0, deps=(s,))
             barrier()
             mbarrier.arrive(empty.index(5 * (i % 2) + REST), count=1)
         last = blocks - 1
