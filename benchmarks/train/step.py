@@ -26,7 +26,7 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from rille.data.loader import Batch
-from rille.model.balance import Counts, update_biases
+from rille.model.balance import Counts, load_violation, update_biases
 from rille.model.config import K3Config
 from rille.model.model import K3, new_model
 from rille.model.plan import training_flops
@@ -64,17 +64,18 @@ class Stepper:
         named = [Named(n, p, roles[n].kind, roles[n].blocks) for n, p in self.model.named_parameters()]
         self.optimizer, self.optim = optimizer(named, optim), optim
         self.batches = batches(tokens, micro)
+        self.counts = Counts()
 
     def step(self) -> torch.Tensor:
         """One update; the mean loss, still on the device."""
-        batch, counts = next(self.batches), Counts()
-        result = next_token_loss(self.model, batch, counts)
+        batch, self.counts = next(self.batches), Counts()
+        result = next_token_loss(self.model, batch, self.counts)
         (result.loss_sum / len(batch.tokens)).backward()
         clip_gradients(self.model.parameters(), self.optim.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
         c = self.model.config
-        update_biases(self.model.router_biases(), counts, c.active_experts, c.balance)
+        update_biases(self.model.router_biases(), self.counts, c.active_experts, c.balance)
         self.model.prepare()
         return result.loss_sum.detach() / len(batch.tokens)
 
@@ -92,6 +93,7 @@ def batches(tokens: np.ndarray, micro: int) -> Iterator[Batch]:
 
 def gate(config: K3Config, tokens: np.ndarray) -> dict[str, float]:
     """Loss and gradient norm of two sequences: bf16 with kernels against fp32 on the CPU's references, 16 experts."""
+    started = time.perf_counter()
     config = config.replace(num_experts=16)
     batch = next(batches(tokens, SEQUENCE))
     batch = Batch(batch.tokens[:256], batch.targets[:256], (100, 156))
@@ -102,14 +104,15 @@ def gate(config: K3Config, tokens: np.ndarray) -> dict[str, float]:
     (loss, norm), (true_loss, true_norm) = results["kernels"], results["reference"]
     if abs(loss - true_loss) > 0.01 * true_loss or abs(norm - true_norm) > 0.05 * true_norm:
         raise SystemExit(f"gate: loss {loss:.4f} and {true_loss:.4f}, gradient norm {norm:.4f} and {true_norm:.4f}")
-    return {"loss": loss, "reference_loss": true_loss, "norm": norm, "reference_norm": true_norm}
+    seconds = time.perf_counter() - started
+    return {"loss": loss, "reference_loss": true_loss, "norm": norm, "reference_norm": true_norm, "seconds": seconds}
 
 
 def loss_and_norm(model: K3, batch: Batch) -> tuple[float, float]:
     result = next_token_loss(model, batch, Counts())
     (result.loss_sum / len(batch.tokens)).backward()
     norm = clip_gradients(model.parameters(), 1e9)
-    return float(result.loss_sum) / len(batch.tokens), float(norm)
+    return float(result.loss_sum.detach()) / len(batch.tokens), float(norm)
 
 
 def timed(stepper: Stepper, steps: int) -> tuple[list[float], list[float]]:
@@ -174,6 +177,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "mfu": rate * training_flops(config, SEQUENCE) / PEAK,
         "peak_gib": peak,
         "idle_ms": waiting,
+        "largest_load": [1 + load_violation(load) for load in stepper.counts.load.values()],
         "kinds_ms": kinds,
         "longest": longest,
         "gate": checked,
@@ -188,6 +192,11 @@ def show(result: dict[str, Any]) -> None:
     print(f"  {median * 1e3:,.0f} ms a step of {result['micro']:,}, MFU {result['mfu']:.1%} of 989 TFLOP/s,")
     print(f"  peak {result['peak_gib']:.1f} GiB, {result['bytes_per_second'] / 1e6:,.2f} MB of text a second")
     print(f"  losses {result['losses'][0]:.3f} ... {result['losses'][-1]:.3f}; idle {result['idle_ms']:.0f} ms")
+    if gate := result["gate"]:
+        print(f"  gate: loss {gate['loss']:.4f}, {gate['reference_loss']:.4f} in fp32; {gate['seconds']:.1f} s;")
+        print(f"    gradient norm {gate['norm']:.4f}, {gate['reference_norm']:.4f} in fp32")
+    loads = ", ".join(f"{load:.1f}" for load in result["largest_load"])
+    print(f"  most tokens of an expert, in shares of the mean, layer by layer: {loads}")
     for kind, ms in sorted(result["kinds_ms"].items(), key=lambda item: -item[1]):
         print(f"  {kind:16} {ms:9.1f} ms")
     for name, ms, calls in result["longest"][:24]:
