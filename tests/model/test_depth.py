@@ -11,6 +11,7 @@ from rille.model.block import Block, share_mixtures
 from rille.model.context import Context
 from rille.model.model import K3, new_model
 from rille.model.presets import preset
+from rille.ops.attn_res.form import Form
 from rille.packing import Packing
 
 SMALL = preset("tiny").replace(
@@ -60,7 +61,8 @@ def test_both_forms_of_the_mixtures(grad: bool) -> None:
         if name.endswith("query"):
             torch.nn.init.normal_(p)
     found = []
-    for form in ("one_phase", "two_phase"):
+    forms: tuple[Form, ...] = ("one_phase", "two_phase")
+    for form in forms:
         share_mixtures(list(model.blocks()), model.output_mix, form)
         if grad:
             found.append(run(model, False))
@@ -93,7 +95,8 @@ def test_two_phases_run_in_a_layer_that_opens_a_block(monkeypatch: pytest.Monkey
         attn_res, "score_blocks", lambda blocks, *a: (counted.append(len(blocks)), score(blocks, *a))[1]
     )
     model = new_model(SMALL, seed=1)
-    for form, expected in (("auto", []), ("one_phase", []), ("two_phase", [1, 2, 3])):
+    expected_of: dict[Form, list[int]] = {"auto": [], "one_phase": [], "two_phase": [1, 2, 3]}
+    for form, expected in expected_of.items():
         share_mixtures(list(model.blocks()), model.output_mix, form)
         counted.clear()
         run(model, False)
