@@ -62,7 +62,7 @@ def new_scheduler(pages: Pages, num_pages: int, config: EngineConfig) -> Schedul
     in_tier = host // 2 if offloads else host
     tier = HostTier(in_tier, pages.read, pages.write) if in_tier else None
     park = HostTier(host - in_tier, pages.read, pages.write) if offloads else None
-    retention = Retention(interval=config.checkpoint_interval)
+    retention = Retention(interval=config.checkpoint_interval, exact=config.exact_ends and not config.deterministic)
     cache = PrefixCache(
         num_pages, layout.page_tokens, layout.groups, unit=config.hash_unit, retention=retention, tier=tier
     )

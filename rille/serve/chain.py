@@ -43,10 +43,18 @@ class Chain:
         if not 0 <= position <= len(self.ids):
             raise IndexError(f"position {position} of a chain of {len(self.ids)} tokens")
         whole, rest = divmod(position, self.unit)
-        while len(self._hashes) <= whole:
-            start = (len(self._hashes) - 1) * self.unit
-            self._hashes.append(self._next(start, start + self.unit))
+        if len(self._hashes) <= whole:
+            self._grow(whole)
         return self._next(position - rest, position) if rest else self._hashes[whole]
+
+    def boundaries(self, position: int) -> list[bytes]:
+        """`at` of every boundary up to a position, from 0 on."""
+        self.at(position)
+        return self._hashes[: position // self.unit + 1]
+
+    def _grow(self, whole: int) -> None:
+        for start in range((len(self._hashes) - 1) * self.unit, whole * self.unit, self.unit):
+            self._hashes.append(self._next(start, start + self.unit))
 
     def _next(self, start: int, stop: int) -> bytes:
         state = blake2b(self._hashes[start // self.unit], digest_size=_SIZE)

@@ -1,14 +1,9 @@
 """The prefix cache: what of a prompt need not be computed again. No torch here.
 
-To go on after b tokens a sequence needs the latents of all b and the state of every KDA group after exactly b. A lookup
-of a prompt of L tokens, with hash unit u and P tokens to a page, therefore has two stages:
-
-    latents   whole pages while the hash at (k+1)P is known, then the last boundary inside the first missing page
-    state     the last boundary b <= that length, b <= L-1, with a checkpoint of all groups
-
-What was matched is pinned before anything is allocated. Whole pages are shared; a page on which the sequence will write
-is copied, and so is the state: what is stored is never written. Nothing can match before the step that wrote it is
-over (`landed`). Source: Kimi K3 report section 5.4.
+To go on after b tokens a sequence needs the latents of all b and the state of every KDA group after exactly b;
+`lookup.py` finds them. What was matched is pinned before anything is allocated. Whole pages are shared; a page on which
+the sequence will write is copied, and so is the state: what is stored is never written. Nothing can match before the
+step that wrote it is over (`landed`). Source: Kimi K3 report section 5.4.
 
 All lengths and positions are tokens.
 """
@@ -18,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rille.serve.chain import Chain
+from rille.serve.lookup import Match, find
 from rille.serve.pages import Copy
 from rille.serve.retention import Retention
 from rille.serve.schema import MissReason
@@ -32,8 +28,9 @@ class Holding:
     length: tokens whose latents and state are there. state: pages of the state that moves along, by group. shared: the
     first pages of latents, which others may have too. registered: tokens that others can find. pinned: what the copies
     of this step read; pending: checkpoints whose copies have not landed; made: checkpoints that it went on from or
-    left; moving: the one that the next of the reply replaces. is_private: computed with the weights of two versions,
-    nothing of it may match.
+    left; moving: the one that the next of the reply replaces. reach: tokens that its state has consumed when all that
+    was launched is over, if more than `length`. is_private: computed with the weights of two versions, nothing of it
+    may match.
     """
 
     chain: Chain
@@ -46,18 +43,8 @@ class Holding:
     pending: list[Entry] = field(default_factory=list)
     made: list[Entry] = field(default_factory=list)
     moving: Entry | None = None
+    reach: int = 0
     is_private: bool = False
-
-
-@dataclass(frozen=True)
-class Match:
-    """latents, checkpoint: what was found, in the pool or (a name) in the tier behind it. latent_length: how far the
-    latents go; resumed: where the sequence can go on."""
-
-    latents: tuple[Entry | bytes, ...]
-    latent_length: int
-    checkpoint: Entry | bytes | None
-    resumed: int
 
 
 @dataclass(frozen=True)
@@ -139,33 +126,8 @@ class PrefixCache:
     # --- lookup ---
 
     def lookup(self, chain: Chain, external: bool = False) -> Match:
-        """What is there of a sequence; with `external` the tier counts too. Changes nothing."""
-        last = (len(chain) - 1) // self.unit * self.unit
-        latents, length = self._find_latents(chain, last, external)
-        for position in range(length // self.unit * self.unit, 0, -self.unit):
-            found = self._find_state(chain.at(position), external)
-            if found is not None or not self.groups:
-                return Match(tuple(latents[: -(-position // self.page_tokens)]), length, found, position)
-        return Match((), length, None, 0)
-
-    def _find_latents(self, chain: Chain, last: int, external: bool) -> tuple[list[Entry | bytes], int]:
-        found: list[Entry | bytes] = []
-        P, u = self.page_tokens, self.unit
-
-        def find(position: int) -> Entry | bytes | None:
-            key = chain.at(position)
-            return self.store.latents(key) or (self.store.outside(key, False) if external else None)
-
-        while len(found) * P + P <= last and (page := find(len(found) * P + P)) is not None:
-            found.append(page)
-        start = len(found) * P
-        for position in range(min(start + P, last) // u * u, start, -u):
-            if (page := find(position)) is not None:
-                return [*found, page], position
-        return found, start
-
-    def _find_state(self, key: bytes, external: bool) -> Entry | bytes | None:
-        return self.store.state(key) or (self.store.outside(key, True) if external else None)
+        """As `lookup.find`; with `external` the tier counts too."""
+        return find(self.store, chain, self.page_tokens, self.groups, external)
 
     # --- a sequence comes ---
 
@@ -257,7 +219,8 @@ class PrefixCache:
         return seen, 0
 
     def _count(self, length: int, match: Match, inside: int, seen: int, checkpointed: int) -> None:
-        counts, last, b = self.counts, (length - 1) // self.unit * self.unit, match.resumed
+        counts, b = self.counts, match.resumed
+        last = max((length - 1) // self.unit * self.unit, b)
         counts.queries += length
         counts.hits += b
         counts.external += b - inside
@@ -270,10 +233,13 @@ class PrefixCache:
 
     def _supersede(self, chain: Chain, resumed: int) -> None:
         """Of checkpoints that a conversation has passed those go first that served nobody else."""
-        for position in range(self.unit, resumed, self.unit):
-            entry = self.store.state(chain.at(position))
-            if entry is not None and not entry.is_fork and entry.uses <= 1:
-                self.store.touch(entry, last=True)
+        for place, key in enumerate(chain.boundaries(resumed)):
+            passed = [key] if 0 < place * self.unit < resumed else []
+            ends = (place * self.unit + rest for rest in self.store.ends(key))
+            for found in (*passed, *(chain.at(end) for end in ends if end < resumed)):
+                entry = self.store.state(found)
+                if entry is not None and not entry.is_fork and entry.uses <= 1:
+                    self.store.touch(entry, last=True)
 
     # --- it grows ---
 
@@ -314,18 +280,19 @@ class PrefixCache:
             self.store.unpin(entry)
         holding.pinned = []
         holding.length = length
-        if not holding.is_private:
-            self._publish(holding, length if publish is None else min(publish, length))
         pending, holding.pending = holding.pending, []
+        if not holding.is_private:
+            self._publish(holding, length if publish is None else min(publish, length), exact=bool(pending))
         for entry in pending:
             self._land(holding, entry)
 
-    def _publish(self, holding: Holding, length: int) -> None:
+    def _publish(self, holding: Holding, length: int, exact: bool = False) -> None:
+        """Let others find the latents of the first tokens by the boundaries, and with `exact` by the length itself."""
         P, u = self.page_tokens, self.unit
         for place in range(holding.registered // P, -(-length // P)):
             start, stop = place * P, min(place * P + P, length)
             boundaries = list(range(max(start, holding.registered) // u * u + u, stop + 1, u))
-            for position in {*boundaries, *((stop,) if stop == start + P else ())}:
+            for position in {*boundaries, *((stop,) if exact or stop == start + P else ())}:
                 self.store.file(holding.latents[place], holding.chain.at(position))
             for position in boundaries:
                 self.store.note(holding.chain.at(position))
@@ -338,13 +305,20 @@ class PrefixCache:
             holding.moving = None if entry is holding.moving else holding.moving
             self.store.drop(entry)
             return
+        self._file_state(holding, entry, key)
+        if entry is not holding.moving:
+            self.store.unpin(entry)
+
+    def _file_state(self, holding: Holding, entry: Entry, key: bytes) -> None:
         self.store.file(entry, key)
-        self.store.note(key, had_state=True)
+        boundary, rest = entry.position // self.unit * self.unit, entry.position % self.unit
+        if rest:
+            self.store.note_end(holding.chain.at(boundary), rest)
+        else:
+            self.store.note(key, had_state=True)
         if self.store.watcher is not None:
             self.store.watcher.resumable(holding.chain, entry.position)
         holding.made.append(entry)
-        if entry is not holding.moving:
-            self.store.unpin(entry)
 
     def forget_moving(self, holding: Holding) -> bool:
         """Give up the checkpoint that moves along, for its pages. Whether there was one."""
@@ -365,7 +339,7 @@ class PrefixCache:
         for entry in holding.pending:
             holding.moving = None if entry is holding.moving else holding.moving
             store.drop(entry)
-        if not self.retention.turn_end:
+        if self._keep_end(holding) or not self.retention.turn_end:
             self.forget_moving(holding)
         for entry in (*holding.pinned, *((holding.moving,) if holding.moving is not None else ())):
             store.unpin(entry)
@@ -381,6 +355,21 @@ class PrefixCache:
         holding.latents, holding.pinned, holding.pending, holding.made = [], [], [], []
         holding.state, holding.moving = (), None
 
+    def _keep_end(self, holding: Holding) -> bool:
+        """Where an exact end is wanted the state that moved along stays as it is, a checkpoint without a copy."""
+        end = max(holding.reach, holding.length)
+        wanted = self.retention.exact and self.retention.turn_end and holding.state and not holding.is_private
+        if not wanted or not self.unit <= end <= len(holding.chain):
+            return False
+        if self.store.state(key := holding.chain.at(end)) is not None:
+            return True
+        self._publish(holding, end, exact=True)
+        entry = Entry(holding.state, end, is_state=True)
+        self._file_state(holding, entry, key)
+        self.store.unpin(entry)
+        holding.state = ()
+        return True
+
     def withdraw(self, holding: Holding) -> None:
         """Let nobody find what this sequence itself has written."""
         holding.is_private = True
@@ -391,7 +380,8 @@ class PrefixCache:
     def _deepest_state(self, holding: Holding) -> int:
         if not self.groups:
             return holding.length
+        ends = [entry.position for entry in holding.made if entry.keys]
         for position in range(holding.registered // self.unit * self.unit, 0, -self.unit):
             if self.store.state(holding.chain.at(position)) is not None:
-                return position
-        return 0
+                return max([position, *ends])
+        return max(ends, default=0)

@@ -8,6 +8,7 @@ Positions are rounded down to the hash unit u.
     turn end          one that moves along with the reply; the last boundary before its end stays
     forks             where this prompt leaves what was seen before: at the second sighting (Marconi, arXiv 2411.19379)
     intervals         every so many tokens of a long prompt
+    exact ends        not rounded: L-1 of a prompt, for the same one again, and where a reply ended, for the next turn
 
 Source: Kimi K3 report section 5.4.
 """
@@ -27,6 +28,7 @@ class Retention:
     turn_end: bool = True
     forks: bool = True
     interval: int = 32_768
+    exact: bool = False
 
     def check(self, unit: int) -> None:
         """Raise ValueError for an interval that the hash unit does not divide; any multiple is fine."""
@@ -36,7 +38,7 @@ class Retention:
             )
 
     def positions(self, length: int, resumed: int, unit: int, marks: Sequence[int], fork: int) -> list[int]:
-        """Boundaries above `resumed` at which a prompt of `length` tokens leaves a checkpoint, rising. fork: how far
+        """Places above `resumed` at which a prompt of `length` tokens leaves a checkpoint, rising. fork: how far
         it was seen before."""
         wanted: set[int] = set()
         if self.prompt_end:
@@ -45,11 +47,13 @@ class Retention:
             wanted |= {mark // unit * unit for mark in marks}
         if self.forks:
             wanted.add(fork // unit * unit)
+        if self.exact and self.prompt_end and length > unit:
+            wanted.add(length - 1)
         if self.interval:
             wanted |= set(range(self.interval, length + 1, self.interval))
         return sorted(position for position in wanted if resumed < position <= length)
 
     def describe(self) -> str:
         kinds = ("prompt_end", "marks", "turn_end", "forks")
-        named = [kind.replace("_", " ") for kind in kinds if getattr(self, kind)]
+        named = [kind.replace("_", " ") for kind in kinds if getattr(self, kind)] + ["exact ends"] * self.exact
         return ", ".join([*named, *([f"every {self.interval:,} tokens"] if self.interval else [])]) or "none"

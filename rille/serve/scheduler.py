@@ -330,8 +330,9 @@ class Scheduler:
         length = part.start + part.count + accepted
         if length in sequence.stops:
             return self.cache.checkpoint(holding, length, fork=length == sequence.fork)
-        is_reply = length > sequence.num_prompt and self.cache.retention.turn_end and not self.config.deterministic
-        if is_reply and length % self.cache.unit == 0:
+        retention = self.cache.retention
+        moves = length > sequence.num_prompt and retention.turn_end and not retention.exact
+        if moves and not self.config.deterministic and length % self.cache.unit == 0:
             return self.cache.checkpoint(holding, length, moving=True)
         return []
 

@@ -29,6 +29,10 @@ class EngineConfig:
     """Keep the KDA state of a long prompt every so many tokens (a multiple of hash_unit, 0: never), besides where it
     ends and where prompts part."""
 
+    exact_ends: bool = True
+    """Keep the state also before the last token of a prompt and where a reply ended, whatever the hash unit: the same
+    prompt again, or the next turn, costs no part of a unit. Not with deterministic."""
+
     host_gib: float = 0.0
     """Pages that are evicted go to so much host memory and come back from there. Half of it is for sequences that are
     set aside where preemption is offload."""

@@ -144,6 +144,9 @@ class Stepper:
         assert self._runner.graphs is not None
         ahead = int(step.parts[0].source >= 0)
         lots = [self.replies[part.sequence].lot(ahead) for part in step.parts]
+        for part in step.parts:
+            if part.sequence.holding is not None:
+                part.sequence.holding.reach = part.start + 1
         return Flight(step, self._runner.graphs.launch(step.parts, lots), began)
 
     def _launch_behind(self, flight: Flight) -> Flight | None:

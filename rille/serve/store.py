@@ -61,6 +61,7 @@ class Store:
         self._heap: list[tuple[int, int, int, Entry]] = []
         self._serial, self._now = count(), 0
         self._seen: OrderedDict[bytes, bool] = OrderedDict()
+        self._ends: OrderedDict[bytes, list[int]] = OrderedDict()
         self._remember = remember
 
     @property
@@ -114,6 +115,17 @@ class Store:
     def was_seen(self, key: bytes) -> bool | None:
         """None: never, as far as is remembered; else whether there was a checkpoint."""
         return self._seen.get(key)
+
+    def note_end(self, key: bytes, rest: int) -> None:
+        """Remember that `rest` tokens behind this boundary there was a checkpoint."""
+        known = self._ends.pop(key, [])
+        self._ends[key] = known if rest in known else sorted((*known, rest), reverse=True)
+        if len(self._ends) > self._remember:
+            self._ends.popitem(last=False)
+
+    def ends(self, key: bytes) -> list[int]:
+        """How far behind this boundary, but before the next one, there may be checkpoints; the farthest first."""
+        return self._ends.get(key, [])
 
     # --- using ---
 
@@ -200,6 +212,7 @@ class Store:
             self._evict()
         self.tier = tier
         self._seen.clear()
+        self._ends.clear()
 
 
 def _name(key: bytes, is_state: bool) -> bytes:

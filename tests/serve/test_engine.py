@@ -52,8 +52,9 @@ def test_a_batch_writes_what_each_would_alone(model, budget):
     assert served.scheduler.cache.available == 120
 
 
-def test_what_is_reused_changes_nothing(model):
-    served = engine(model)
+@pytest.mark.parametrize("exact", [True, False])
+def test_what_is_reused_changes_nothing(model, exact):
+    served = engine(model, exact_ends=exact)
     history = prompt(130)
     cached = []
     for turn in range(4):
@@ -61,9 +62,10 @@ def test_what_is_reused_changes_nothing(model):
         assert one.tokens == alone(model, history)
         cached.append(one.usage.cached_tokens)
         [[again]] = served.generate([history], GREEDY)
-        assert again.tokens == one.tokens and again.usage.cached_tokens == (len(history) - 1) // 64 * 64
+        last = len(history) - 1
+        assert again.tokens == one.tokens and again.usage.cached_tokens == (last if exact else last // 64 * 64)
         history = history + list(one.tokens) + prompt(30, seed=50 + turn)
-    assert cached == [0, 128, 192, 192]
+    assert cached == ([0, 149, 199, 249] if exact else [0, 128, 192, 192])
 
 
 def test_prompts_that_part_share_their_beginning(model):
@@ -91,7 +93,7 @@ def test_choices_and_seeds(model):
     ids = prompt(80)
     [choices] = served.generate([ids], sampled)
     assert len({one.tokens for one in choices}) == 3
-    assert [one.usage.cached_tokens for one in choices] == [0, 64, 64]
+    assert [one.usage.cached_tokens for one in choices] == [0, 79, 79]
     others = [(prompt(30, seed=n), SamplingParams(max_tokens=12, temperature=1.5, seed=n)) for n in range(5)]
     mixed = served.generate([*(p for p, _ in others), ids], [*(s for _, s in others), sampled])
     assert [one.tokens for one in mixed[-1]] == [one.tokens for one in choices]
@@ -273,7 +275,7 @@ def test_drafts_change_nothing(model, kind):
         assert stats.accepted == stats.drafted
     audit_scheduler(served.scheduler)
     again = served.generate([prompts[-1]], GREEDY)[0][0]
-    assert again.usage.cached_tokens == 64 and again.tokens == alone(model, prompts[-1])
+    assert again.usage.cached_tokens == 119 and again.tokens == alone(model, prompts[-1])
 
 
 def test_prompt_lookup_repeats_what_repeats(model):
@@ -301,4 +303,4 @@ def test_the_mtp_layer_drafts(model):
     assert [one.tokens for (one,) in results] == [alone(with_mtp, ids) for ids in prompts]
     assert served.stats().drafted > 0
     [[again]] = served.generate([prompts[2]], GREEDY)
-    assert again.tokens == results[2][0].tokens and again.usage.cached_tokens == 128
+    assert again.tokens == results[2][0].tokens and again.usage.cached_tokens == 129

@@ -35,7 +35,7 @@ def test_recorded_steps_agree_with_steps_as_they_come():
     params = SamplingParams(max_tokens=20, temperature=0)
     common = {"num_pages": 200, "hash_unit": 64}
     eager, recorded, ahead = (Engine(model, **common, cuda_graphs=g, overlap=o) for g, o in ((0, 0), (1, 0), (1, 1)))
-    for cached in ([0] * 5, [0, 0, 256, 960, 64], [0, 0, 256, 960, 64]):  # then from the cache, among other memory
+    for cached in ([0] * 5, [0, 0, 299, 999, 76], [0, 0, 299, 999, 76]):  # then from the cache, among other memory
         results = [served.generate(prompts, params) for served in (eager, recorded, ahead)]
         for (one,), (other,), (last,), hit in zip(*results, cached, strict=True):
             assert one.usage.cached_tokens == other.usage.cached_tokens == hit

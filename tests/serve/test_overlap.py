@@ -96,15 +96,14 @@ def test_a_reply_that_ends_in_the_middle_leaves_no_trace(model):
     plain, served = engine(model), overlapped(model)
     for _ in range(3):
         want, got = (one.generate(prompts, params) for one in (plain, served))
-        assert [(one.tokens, one.reason, one.matched, one.usage) for (one,) in want] == [
-            (one.tokens, one.reason, one.matched, one.usage) for (one,) in got
-        ]
+        for (one,), (other,) in zip(want, got, strict=True):
+            assert (one.tokens, one.reason, one.matched) == (other.tokens, other.reason, other.matched)
+            assert 0 <= other.usage.cached_tokens - one.usage.cached_tokens <= 1  # it has read the stop id too
         assert any(one.reason == "stop" for (one,) in got)
         check_books(served)
         prompts = [[*ids, *one.tokens, *prompt(5, seed=9)] for ids, (one,) in zip(prompts, got, strict=True)]
-        assert [one.tokens for (one,) in got] == [one.tokens for (one,) in want]
     assert served.runner.graphs.ahead > 10
-    assert served.stats().cache_hits == plain.stats().cache_hits > 0
+    assert served.stats().cache_hits > plain.stats().cache_hits > 0
 
 
 def test_text_needs_no_waiting_but_grammars_do(model, tokenizer):

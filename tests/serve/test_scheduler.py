@@ -36,11 +36,13 @@ def alone(prompt, count):
 class FakeServer:
     """The engine's loop around the fake model. drafter(sequence) -> tokens."""
 
-    def __init__(self, num_pages=64, page_tokens=16, groups=2, unit=16, tier=0, park=0, drafter=None, **rest):
+    def __init__(
+        self, num_pages=64, page_tokens=16, groups=2, unit=16, tier=0, park=0, drafter=None, exact=False, **rest
+    ):
         config = SchedulerConfig(**{"max_running": 8, "token_budget": 64, **rest})
         self.memory = FakeMemory(num_pages, page_tokens, groups)
         self.tier, parked = (HostTier(n, self.memory.read, self.memory.write) if n else None for n in (tier, park))
-        retention = Retention(interval=4 * unit)
+        retention = Retention(interval=4 * unit, exact=exact)
         self.cache = PrefixCache(num_pages, page_tokens, groups, unit=unit, retention=retention, tier=self.tier)
         self.scheduler = Scheduler(self.cache, config, parked)
         self.drafter, self.now, self.first_at, self.written, self.ended = drafter, 0, {}, {}, []
@@ -294,12 +296,16 @@ def test_settings_that_cannot_be_are_refused():
             FakeServer(**wrong_one)
 
 
-@pytest.mark.parametrize("tier, park, deterministic", [(0, 0, False), (40, 0, False), (40, 60, False), (0, 30, True)])
-def test_a_random_walk_loses_no_page(tier, park, deterministic):
+WALKS = [(0, 0, False, True), (40, 0, False, False), (40, 60, False, True), (0, 30, True, False)]
+
+
+@pytest.mark.parametrize("tier, park, deterministic, exact", WALKS)
+def test_a_random_walk_loses_no_page(tier, park, deterministic, exact):
     """10,000 steps of coming, leaving, being late, being set aside, in a pool that is too small."""
     rng = random.Random(tier + park)
     drafters = [None, perfect, wrong, half]
-    server = FakeServer(40, 24, 2, tier=tier, park=park, token_budget=40, max_queued=12, deterministic=deterministic)
+    limits = dict(token_budget=40, max_queued=12, deterministic=deterministic)
+    server = FakeServer(40, 24, 2, tier=tier, park=park, exact=exact, **limits)
     families = [ids(300, seed=n) for n in range(4)]
     for turn in range(2500):
         server.drafter = None if deterministic else rng.choice(drafters)
