@@ -99,37 +99,31 @@ def time_latent_rings(report: Report) -> None:
         decode_launch.plan, decode_launch.RINGS, decode_launch.STREAM = chosen, False, False
 
 
+MANY = {"rings": (False, False), "parts": (True, False), "parts, walking": (True, True)}  # PARTS, WALK
+
+
 def gate_latent_parts(report: Report) -> None:
-    """Both kernels in Gluon for many queries against float64, and two runs bit for bit."""
+    """The kernels in Gluon for many queries against float64, and two runs bit for bit."""
     lengths, consumed = [1, 3, 0, 1, 2, 40], [9000, 4094, 70, 63, 5, 31]
     for H, page in ((96, 64), (40, 192)):
         cache = caches([a + b for a, b in zip(lengths, consumed, strict=True)], page)
         packing = Packing.of(lengths, consumed, device="cuda")
         q = torch.randn(sum(lengths), H, R, device="cuda").to(BF16)
         want = latent_attention(q.double(), cache, packing, K**-0.5, LATENT, backend="torch")
-        for decode_launch.PARTS in (False, True):
+        for form, (decode_launch.PARTS, decode_launch.WALK) in MANY.items():
             got, again = (latent_attention(q, cache, packing, K**-0.5, LATENT, backend="triton") for _ in "12")
             assert torch.equal(got, again), "two runs differ"
-            form = "parts" if decode_launch.PARTS else "rings"
             report.gate(f"latents H{H} page {page} {form}", 1e-2, o=distance(got, want))
 
 
 def time_latent_parts(report: Report) -> None:
-    """Blocks of 32 and of 64 rows in Gluon, at two lengths of a split."""
+    """Blocks of 32 rows, of 64 in parts, and those walked by as many programs as the card has multiprocessors."""
     speed = copy_speed()
     cache = caches([CONTEXT] * 32, PAGE)
-    chosen = decode_launch.plan
     for B, tokens, H in [(32, 1, 96), (32, 4, 96), (32, 4, 16), (1, 1, 96)]:
         one = LatentCache(cache.pool, cache.table[:B])
-        p = chosen(H, tokens, CONTEXT, False)
-        for decode_launch.PARTS in (False, True):
-            for SPLIT in (4096, 8192):
-                other = p._replace(SPLIT=SPLIT)
-                decode_launch.plan = lambda *_, other=other: other
-                form = "parts" if decode_launch.PARTS else "rings"
-                latents_row(report, speed, one, B, tokens, H, f"{form} {SPLIT}")
-        decode_launch.plan = chosen
-    decode_launch.PARTS = False
+        for form, (decode_launch.PARTS, decode_launch.WALK) in MANY.items():
+            latents_row(report, speed, one, B, tokens, H, form)
 
 
 def time_latents(report: Report, variants: bool) -> None:

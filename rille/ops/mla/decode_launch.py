@@ -26,7 +26,8 @@ MOST_SPLITS = 64
 WHOLE_SEQUENCE = 2**30
 WIDEST_VALUE, WIDEST_REST = 512, 256
 RINGS = True  # the kernel for many queries in Gluon, where it fits
-PARTS = False  # the one whose ring hands back parts of blocks of 64 rows: not measured yet
+PARTS = False  # the one whose ring hands back parts of blocks of 64 rows, for pages of whole blocks
+WALK = True  # it has as many programs as the card has multiprocessors
 STREAM = True  # the kernel for few queries in Gluon, where it fits
 BLOCK, TAIL = 64, 16  # cached rows of a step, and of a step over the last rows
 
@@ -214,8 +215,11 @@ def _by_rings(
     page_rows, step = pool.shape[1], pool.stride(0) // pool.shape[2]
     rest = dict(VALUE=V, PAGE=page_rows, SPLIT=SPLIT, num_warps=4)
     if PARTS and page_rows % 64 == 0:
+        max_pages, H, *others = bounds
+        items = grid[0] * grid[1]
+        programs = min(items, torch.cuda.get_device_properties(q.device).multi_processor_count) if WALK else items
         kernel: Any = decode_parts.latent_parts_kernel
-        kernel[grid](*_tables(q, pool, V, V // 4, 64, 64), *lists, step, *bounds, **rest)
+        kernel[(programs,)](*_tables(q, pool, V, V // 4, 64, 64), *lists, step, max_pages, H, items, *others, **rest)
     else:
         kernel = decode_gluon.latent_rings_kernel
         kernel[grid](*_tables(q, pool, V, V // 4, 64, 32), *lists, step, *bounds, STAGES=4, **rest)

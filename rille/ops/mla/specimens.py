@@ -25,7 +25,7 @@ POINTERS = {
     "*i32": "tiles_ptr starts_ptr history_ptr members_ptr",
     "i64": "page_stride",
     "i32": "N H together gate_row gate_head q_head k_head v_head do_head do_row scale_page scale_row max_pages "
-    "page_step tiles splits most_rows members",
+    "page_step tiles splits most_rows members items",
     "fp32": "scale scale2",
 }
 TYPES = {name: kind for kind, names in POINTERS.items() for name in names.split()}
