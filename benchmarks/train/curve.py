@@ -26,15 +26,18 @@ import warnings
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
+from importlib import import_module
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rille import ops
 from rille.data.loader import Batch
 from rille.model.balance import Counts, update_biases
 from rille.model.config import K3Config
@@ -56,7 +59,9 @@ ROUNDINGS = ("", "other rounding")
 
 
 def asking() -> list[Any]:
-    """The modules that choose by whether triton is there."""
+    """The modules of all ops that choose by whether triton is there."""
+    for each in iter_modules(ops.__path__):
+        import_module(f"rille.ops.{each.name}")
     return [m for name, m in sys.modules.items() if name.startswith("rille.ops.") and hasattr(m, "HAS_TRITON")]
 
 
