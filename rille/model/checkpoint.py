@@ -26,6 +26,7 @@ from rille.model.model import K3
 from rille.model.moe import ExpertWeights
 from rille.model.names import Entry, mtp_copies, parameter_table
 from rille.model.official import with_quantization
+from rille.model.packed import PackedExpertWeights, fill_codes, packed_model, pending_codes
 from rille.model.publish import publishing
 from rille.model.shards import (
     INDEX,
@@ -63,11 +64,13 @@ def load_model(
     dtype: torch.dtype | str = torch.float32,
     device: torch.device | str = "cpu",
     layers: range | None = None,
+    experts: Literal["values", "mxfp4"] = "values",
 ) -> K3:
     """Load an official checkpoint directory.
 
     dtype: of the parameters in memory, a torch dtype or its name (those that the format stores in fp32 stay fp32).
-    layers: hold and read only this range. Uses the model's own bytes and one shard.
+    layers: hold and read only this range. experts: "mxfp4" keeps routed experts packed, for a model that only serves
+    (all of them must be packed in the files). Uses the model's own bytes and one shard.
 
     Raises FileNotFoundError or ValueError (CheckpointError) with everything that is wrong: unknown config keys,
     missing, surplus, misshaped, truncated tensors, NaN or infinite values.
@@ -75,13 +78,16 @@ def load_model(
     dtype, device, directory = as_dtype(dtype), as_device(device), as_path(path)
     if device.type == "meta":
         raise ValueError('device "meta" holds no weights; for shapes: rille.new_model(config, device="meta")')
+    if experts not in ("values", "mxfp4"):
+        raise ValueError(f"experts={experts!r}: choose values or mxfp4")
     config = K3Config.load(directory)
     layers = as_layers(layers, config.num_layers)
     stored = read_headers(directory)
     table = as_spelled(parameter_table(config, layers), stored)
     copies = [entry for entry in mtp_copies(config) if entry.official in stored]
     check_names(directory, table, copies, stored, whole=layers is None)
-    model = K3(config, dtype=dtype, device=device, layers=layers)
+    make = packed_model if experts == "mxfp4" else K3
+    model = make(config, dtype=dtype, device=device, layers=layers)
     parameters = dict(model.named_parameters())
     bad: list[str] = []
     with torch.no_grad(), reading(directory, stored) as read:
@@ -177,6 +183,8 @@ def _fill(model: K3, parameters: dict[str, nn.Parameter], piece: Piece, read: Sh
             return _fill_packed(model, parameter, piece, read)
         except ValueError as error:
             return [f"{piece.names[0]} ({error})"]
+    if piece.expert is not None and parameter.dtype == torch.uint8:
+        return [f"{piece.names[0]} (is not packed, and experts='mxfp4' takes no other)"]
     value = read(piece.names[0])
     target = _target(parameter, piece)
     target.copy_(value.view(target.shape))
@@ -196,10 +204,13 @@ def _target(parameter: Tensor, piece: Piece) -> Tensor:
 
 def _fill_packed(model: K3, parameter: Tensor, piece: Piece, read: ShardReader) -> list[str]:
     packed, scale = (read(name).to(parameter.device) for name in piece.names)
-    _target(parameter, piece).copy_(dequantise_mxfp4(packed, scale, parameter.dtype))
     module_name, leaf = piece.entry.parameter.rsplit(".", 1)
     experts = model.get_submodule(module_name)
     assert isinstance(experts, ExpertWeights)
+    if isinstance(experts, PackedExpertWeights):
+        fill_codes(_target(parameter, piece), _target(getattr(experts, f"{leaf}_scale"), piece), packed, scale)
+        return []
+    _target(parameter, piece).copy_(dequantise_mxfp4(packed, scale, parameter.dtype))
     if getattr(experts, f"{leaf}_scale") is None:
         shape = (*parameter.shape[:-1], parameter.shape[-1] // GROUP)
         setattr(experts, f"{leaf}_scale", torch.full(shape, PLAIN, dtype=torch.uint8, device=parameter.device))
@@ -219,7 +230,8 @@ def _fill_a_log(model: K3, piece: Piece, read: ShardReader) -> list[str]:
     value = stored.flatten().float()
     layer = model.get_submodule(piece.entry.parameter.rsplit(".", 1)[0])
     assert isinstance(layer, KDA)
-    layer.A_log, layer.A_log_stored = nn.Parameter(value.clone().to(model.device)), stored.shape
+    layer.A_log_stored = stored.shape
+    layer.A_log = nn.Parameter(value.clone().to(model.device), requires_grad=layer.A_log.requires_grad)
     if bool(value[piece.entry.shape[0] :].any()):
         return [f"{piece.names[0]} (entries beyond the {piece.entry.shape[0]} heads are not zero)"]
     return [] if _finite(value) else [f"{piece.names[0]} (NaN or infinite values)"]
@@ -362,6 +374,9 @@ def _pending_expert(
     scales = getattr(model.get_submodule(module_name), f"{leaf}_scale")
     rows = slice(None) if entry.rows is None else slice(*entry.rows)
     weight = parameter[expert, rows]
+    if weight.dtype == torch.uint8:
+        yield from pending_codes(name, weight, scales[expert, rows], dtype if experts == "bf16" else None)
+        return
     scale = None if scales is None or bool((scales[expert, rows] == PLAIN).all()) else scales[expert, rows]
     if experts == "bf16" or (experts == "keep" and scale is None):
         yield Pending(f"{name}.weight", dtype, tuple(weight.shape), lambda: weight.to(dtype))

@@ -62,8 +62,9 @@ class ExpertWeights(nn.Module):
         self.register_buffer("w2_scale", None, persistent=False)
         self.act = activation(c)
 
-    def operands(self) -> ExpertOperands:
-        return ExpertOperands(self.w13, self.w2, self.act)
+    def forward(self, x_NL: Tensor, ids_NA: Tensor, weights_NA: Tensor) -> Tensor:
+        """The weighted sum of each row's experts, [N, L] in fp32."""
+        return expert_glu(x_NL, ids_NA, weights_NA, ExpertOperands(self.w13, self.w2, self.act))
 
 
 class LatentMoE(nn.Module):
@@ -125,5 +126,5 @@ class LatentMoE(nn.Module):
         """Weighted sum of the experts' outputs, [N, L], summed in fp32 and cast back."""
         rows_NL, ids_NA, weights_NA = ctx.exchange.dispatch(z_NL, ids_NA, weights_NA)
         experts = ctx.exchange.weights(self.experts)
-        sum_NL = expert_glu(rows_NL, ids_NA, weights_NA, experts.operands())
+        sum_NL = experts(rows_NL, ids_NA, weights_NA)
         return ctx.exchange.combine(sum_NL).to(z_NL.dtype)
