@@ -12,8 +12,8 @@ last place. Training amplifies a rounding as it does any other, so what the othe
     gate                      the mean distance of a curve with kernels and one without is at most LIMIT times the noise
 
 A step is `--sequences` times `--length` tokens. The runs are processes side by side, as each mostly waits for its own
-host. FOLDER gets curve.json, the losses of every step and the distances, and curve.png. `--device cpu` runs the PyTorch
-forms twice, as there are no kernels: it shows that the program works.
+host. FOLDER gets curve.json, the losses of every step and the distances, and curve.png (`--redraw`: from curve.json).
+`--device cpu` runs the PyTorch forms twice, as there are no kernels: it shows that the program works.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
+from importlib.util import find_spec
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -235,7 +236,7 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--tokens", type=Path, required=True)
+    parser.add_argument("--tokens", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--preset", default="nano")
     parser.add_argument("--experts", type=int, default=0, help="instead of the preset's; 0: those")
@@ -246,12 +247,21 @@ def main() -> int:
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--together", type=int, default=4, help="runs at a time")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--redraw", action="store_true", help="curve.png from the curve.json of FOLDER, nothing else")
     arguments = parser.parse_args()
+    if arguments.redraw:
+        draw(json.loads((arguments.out / "curve.json").read_text())["curves"], arguments.out / "curve.png")
+        return 0
+    if arguments.tokens is None:
+        parser.error("--tokens: which text?")
     result = measure(arguments)
     show(result)
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "curve.json").write_text(json.dumps(result, indent=1))
-    draw(result["curves"], arguments.out / "curve.png")
+    if find_spec("matplotlib") is None:
+        print("matplotlib is not installed: no curve.png; --redraw makes it elsewhere")
+    else:
+        draw(result["curves"], arguments.out / "curve.png")
     return 0 if result["passed"] else 1
 
 
