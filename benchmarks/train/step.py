@@ -43,7 +43,7 @@ SEQUENCE = 4096
 KINDS = (  # the first pattern that a kernel's name matches says its kind
     ("experts", r"moe|expert|route|grouped|permut|combine|^glu_.*product|weight_product|row_product|gather_rows"),
     ("KDA", r"kda|intra|state_pass|segment|local_kernel|prepare|reverse|states_kernel|chunk_"),
-    ("AttnRes", r"^mix_|attn_res|site"),
+    ("AttnRes", r"^mix_|attn_res|site|^first_|^weight_sums"),
     ("attention", r"flash|fmha|cudnn|attention|sdpa|mla|rings_kernel|key_kernel|query_kernel|softmax"),
     ("head", r"cross_entropy|^score|online|nll"),
     ("norms, SiTU", r"^rms_|^glu_|situ|gated"),
