@@ -45,7 +45,14 @@ def updates(rows: Rows) -> Figure:
 
 def violations(rows: Rows) -> Figure:
     """Load violation by layer: largest load / mean load - 1."""
-    return _lines(rows, _names(rows, "load_violation/"), "load_violation", "max load / mean load - 1", log=True)
+    figure, axes = _layers(rows, "load_violation", "max load / mean load - 1")
+    axes.set_yscale("log")
+    return _finished(figure, axes)
+
+
+def dead(rows: Rows) -> Figure:
+    """Experts of each layer that no token went to."""
+    return _finished(*_layers(rows, "dead_experts", "experts without a token"))
 
 
 def speed(rows: Rows) -> Figure:
@@ -145,6 +152,18 @@ def _lines(rows: Rows, names: Iterable[str], what: str, y: str, log: bool) -> Fi
     if log:
         axes.set_yscale("log")
     return _finished(figure, axes)
+
+
+def _layers(rows: Rows, what: str, y: str) -> tuple[Figure, Axes]:
+    """A line for each layer, from dark to light with the depth."""
+    from matplotlib import colormaps
+
+    figure, axes = _figure("step", y)
+    names = _names(rows, f"{what}/")
+    for place, name in enumerate(names):
+        shade = colormaps["viridis"](0.9 * place / max(1, len(names) - 1))
+        _line(axes, rows, name, f"layer {name.removeprefix(f'{what}/')}").set_color(shade)
+    return figure, axes
 
 
 def _line(axes: Axes, rows: Rows, name: str, label: str) -> Line2D:

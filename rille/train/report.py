@@ -95,6 +95,9 @@ def pictures(runs: list[Recorded]) -> Iterator[tuple[str, str, Figure]]:
     if any(name.startswith("load_violation/") for name in first.rows[-1]):
         text = "How far the most loaded expert of each layer is above the mean; 0 is a perfect balance."
         yield "Load violation", text, plots.violations(first.rows)
+    if any(value for row in first.rows for name, value in row.items() if name.startswith("dead_experts/")):
+        text = "Experts of each layer that no token of a step went to (means where steps are many)."
+        yield "Dead experts", text, plots.dead(first.rows)
     if first.looks and first.looks[-1]["expert_load"]:
         text = f"Tokens that each expert got in step {first.looks[-1]['step']}, by layer, in shares of the mean."
         yield "Expert load", text, plots.loads(first.looks[-1])

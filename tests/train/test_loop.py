@@ -214,7 +214,7 @@ def test_router_biases_follow_the_rule(tmp_path, balance, moves):
 
 def test_a_bias_that_sends_all_to_two_experts_is_mended_within_five_updates(tmp_path):
     """With the weights at rest. Batches of 2,000 tokens, 500 an expert: by chance the fullest of 16 in two layers is
-    off by 0.12 (1.8 standard deviations, of this batch and of the one before); tokens of one text are not independent."""
+    off by 0.12 (1.8 standard deviations, of this batch and of the one before); tokens of a text are not independent."""
     config = small_config(tmp_path)
     run = small_run(tmp_path, optim=replace(config.optim, lr=1e-12), data=replace(config.data, batch_tokens=2000))
     for bias_E in run.model.router_biases().values():

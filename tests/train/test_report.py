@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from rille import cli
 from rille.train import plots
 from rille.train.pretrain import pretrain
-from rille.train.report import ReportConfig, recorded, report, summary
+from rille.train.report import ReportConfig, pictures, recorded, report, summary
 from tests.train.small import small_config
 
 
@@ -53,6 +54,15 @@ def test_maps_show_the_last_look(run):
     map_SR = np.asarray(plots.attention(look).axes[0].images[0].get_array(), dtype=float)
     assert np.allclose(np.nansum(map_SR, 1), 1) and np.isnan(map_SR).any()
     assert map_SR[-1].tolist() == look["attn_res"]["output_mix"]
+
+
+def test_dead_experts_have_a_picture_of_their_own(run):
+    rows = [{**row, "dead_experts/2": float(row["step"] == 4)} for row in recorded(run).rows]
+    without, with_them = (pictures([replace(recorded(run), rows=these)]) for these in (recorded(run).rows, rows))
+    drawn = {title: figure for title, _, figure in with_them}
+    assert set(drawn) - {title for title, _, _ in without} == {"Dead experts"}
+    lines = {line.get_label(): list(line.get_ydata()) for line in drawn["Dead experts"].axes[0].lines}
+    assert lines == {"layer 1": [0] * 6, "layer 2": [0, 0, 0, 1, 0, 0]}
 
 
 def test_long_runs_become_means():
