@@ -12,7 +12,7 @@ a word of 8 codes n0 .. n7 the four pairs (n0, n4) (n1, n5) (n2, n6) (n3, n7). F
     m = word & 0x000F000F        a code in each half: sign in bit 3, exponent in 2 and 1, mantissa in 0
     m * 0x1040                   m << 12 and m << 6 side by side: the sign in bit 15, the rest in bits 8 to 6
     & 0x81C081C0                 these alone, the bf16 of the value times 2^-126, subnormals among them
-    * 2^(byte - 33)              exact: the value times 2^-32, for every scale byte up to `HIGHEST_SCALE`
+    * 2^(byte - 33)              the value times 2^-32, exact for scale bytes 27 to 160
 
 17 instructions for 8 weights; 2^32 comes back with the sums. x and act lie in the order that this asks for
 (`expert_kernels.py`). The loop that the compiler makes of it has 3.0 instructions a weight, loads and addresses
