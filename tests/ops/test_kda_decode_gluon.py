@@ -1,0 +1,92 @@
+"""The Gluon kernels of decode and verify, run by Python on a CPU, against the slow twin."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from rille.ops.kda import decode as interface
+from rille.ops.kda import decode_gluon, decode_launch, verify_gluon
+from rille.ops.kda.decode import kda_commit, kda_decode, kda_verify
+from tests.ops import gluon_on_cpu
+from tests.ops.gluon_on_cpu import Kernel
+from tests.ops.test_kda_decode import CASES, assert_pools_close, at, make_inputs, make_layer, make_pools
+
+PROGRAMS = 3  # that share the heads of all rows: each has several, and not always the same head
+
+
+@pytest.fixture(params=["resident", "resident, early", "one each"])
+def kernels(request, monkeypatch):
+    """decode and verify launch the Gluon kernels on CPU tensors; copies of verify read late or early."""
+    decode, verify = gluon_on_cpu.kernels_of(decode_gluon, verify_gluon)
+    one_each = SimpleNamespace(decode=Kernel(decode.decode), verify=Kernel(decode.verify))
+    resident = SimpleNamespace(verify=Kernel(verify.verify, request.param.endswith("early"), PROGRAMS))
+    monkeypatch.setattr(decode_launch, "decode_gluon", one_each)
+    monkeypatch.setattr(decode_launch, "verify_gluon", resident)
+    monkeypatch.setattr(interface, "obstacle", lambda *_: None)
+    if request.param != "one each":
+        monkeypatch.setattr(decode_launch, "verify_spread", decode_launch.verify_resident)
+
+
+@pytest.mark.parametrize("sizes", CASES, ids=str)
+def test_verify_commit_decode(kernels, sizes):
+    layer = make_layer(**sizes)
+    pools, again = make_pools(layer), make_pools(layer)
+    slots, accepted = torch.tensor([3, -1, 0, 4], dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    for seed, (tokens, count) in enumerate([(4, [4, 0, 2, 1]), (3, [0, 3, 3, 2]), (1, [1, 1, 0, 1])]):
+        inputs = make_inputs(layer, 4, tokens, seed=seed)
+        y_BTV = kda_verify(inputs, layer, pools, slots, accepted, backend="gluon")
+        want_BTV = kda_verify(inputs, layer, again, slots, accepted, backend="reference")
+        torch.testing.assert_close(y_BTV, want_BTV)
+        assert not y_BTV[1].any()
+        accepted = torch.tensor(count, dtype=torch.int32)
+    for each, backend in ((pools, "gluon"), (again, "reference")):
+        kda_commit(layer, each, slots, accepted, backend=backend)
+    assert_pools_close(pools, again)
+    inputs = at(make_inputs(layer, 4, 1), (slice(None), 0))
+    y_BV, want_BV = (
+        kda_decode(inputs, layer, each, slots, backend=backend)
+        for each, backend in ((pools, "gluon"), (again, "reference"))
+    )
+    torch.testing.assert_close(y_BV, want_BV)
+    assert_pools_close(pools, again)
+
+
+def test_bf16_and_a_state_that_does_not_fit_ahead(kernels, monkeypatch):
+    monkeypatch.setattr(decode_launch, "fits_ahead", lambda *_: False)
+    layer = make_layer()
+    pools, again = make_pools(layer, torch.bfloat16), make_pools(layer, torch.bfloat16)
+    slots, accepted = torch.tensor([2, 0, -1, 1]), torch.zeros(4, dtype=torch.int64)
+    for seed in range(2):
+        inputs = make_inputs(layer, 4, 4, dtype=torch.bfloat16, seed=seed)
+        y_BTV = kda_verify(inputs, layer, pools, slots, accepted, backend="gluon")
+        want_BTV = kda_verify(inputs, layer, again, slots, accepted, backend="reference")
+        torch.testing.assert_close(y_BTV, want_BTV, rtol=3e-2, atol=3e-2)
+        accepted = torch.tensor([9, 1, 0, -1])
+    assert_pools_close(pools, again, rtol=2e-2, atol=2e-2)
+
+
+def test_slots_at_odd_places_are_refused(kernels):
+    layer = make_layer()
+    pools = make_pools(layer)
+    shifted = torch.empty(pools.tails.numel() + 1)[1:].view_as(pools.tails).copy_(pools.tails)
+    if decode_launch.verify_spread(16, 32).resident:
+        odd = interface.Pools(pools.states, shifted, pools.past)
+        with pytest.raises(ValueError, match="tails must start at multiples of 16 bytes"):
+            kda_verify(make_inputs(layer, 1, 2), layer, odd, torch.tensor([0]), torch.tensor([0]), backend="gluon")
+
+
+def test_inputs_at_odd_places(kernels):
+    layer = make_layer()
+    pools, again = make_pools(layer), make_pools(layer)
+    inputs, slots, accepted = make_inputs(layer, 2, 3), torch.tensor([1, 3]), torch.tensor([0, 0])
+    odd = interface.Projected(*(torch.empty(x.numel() + 1)[1:].view_as(x).copy_(x) for x in vars(inputs).values()))
+    y_BTV = kda_verify(odd, layer, pools, slots, accepted, backend="gluon")
+    torch.testing.assert_close(y_BTV, kda_verify(inputs, layer, again, slots, accepted, backend="reference"))
+
+
+@pytest.mark.parametrize("K, V, tokens, ahead", [(128, 128, 8, True), (128, 128, 32, False), (128, 256, 16, False)])
+def test_what_fits_beside_the_next_state(K, V, tokens, ahead):
+    assert decode_launch.fits_ahead(K, V, tokens, tokens, 2) == ahead
