@@ -31,10 +31,12 @@ from torch import Tensor, nn
 
 from rille.model.attn_res import Depth, Mix, Plain
 from rille.ops.attn_res import attn_res, attn_res_handed, attn_res_site, mix, reference
+from rille.ops.attn_res.form import Form
 
 EPS = 1e-6
 # Layers, layers of a block, N, D: the sites of `nano` and of a stack of 24 layers in 4 blocks.
 STACKS = [(12, 3, 131072, 512), (24, 6, 32768, 2048)]
+FORMS: dict[str, Form | None] = {"plain": None, "one phase": "one_phase", "two phases": "two_phase", "chosen": "auto"}
 SHAPES = [(9, 8192, 7168), (5, 8192, 7168), (4, 32768, 2048), (5, 131072, 512)]  # R sources, N tokens, D width
 BF16, FP32 = torch.bfloat16, torch.float32
 GATE = [
@@ -219,13 +221,14 @@ def measure(R: int, N: int, D: int, speed: float, names: list[str]) -> dict[str,
     return row
 
 
-def stack(layers: int, block_layers: int, N: int, D: int, mixes: bool) -> Callable[[], Any]:
-    """Forward and backward of all sites of a model, whose sub-layers return what they read."""
+def stack(layers: int, block_layers: int, N: int, D: int, form: Form | None) -> Callable[[], Any]:
+    """Forward and backward of all sites of a model, whose sub-layers return what they read; None: plain residuals."""
 
     def new(*shape: int) -> nn.Parameter:
         return nn.Parameter(torch.randn(shape, device="cuda").mul_(D**-0.5).bfloat16())
 
-    sites = [(Mix(new, D, EPS) if mixes else Plain(), new(D)) for _ in range(2 * layers)]
+    sites = [(Mix(new, D, EPS) if form else Plain(), new(D)) for _ in range(2 * layers)]
+    readers = [site for site, _ in sites if isinstance(site, Mix)]
     embedded = torch.randn(N, D, device="cuda").bfloat16().requires_grad_()
     seed = torch.randn_like(embedded)
     leaves = [embedded, *(gain for _, gain in sites)]
@@ -236,7 +239,8 @@ def stack(layers: int, block_layers: int, N: int, D: int, mixes: bool) -> Callab
         for layer in range(layers):
             (attn, attn_gain), (ffn, ffn_gain) = sites[2 * layer : 2 * layer + 2]
             x, depth = attn.normed(depth, None, attn_gain, EPS)
-            depth = depth.close() if layer % block_layers == 0 else depth
+            if form and layer % block_layers == 0:
+                depth = depth.close().look_ahead(tuple(readers[2 * layer + 1 :][: 2 * block_layers]), form)
             x, depth = ffn.normed(depth, x, ffn_gain, EPS)
             depth = depth.add(x)
         return torch.autograd.grad(depth.sum, leaves, seed)
@@ -247,15 +251,15 @@ def stack(layers: int, block_layers: int, N: int, D: int, mixes: bool) -> Callab
 def measure_stack(layers: int, block_layers: int, N: int, D: int) -> dict[str, Any]:
     """What Attention Residuals add to a training step beside plain residuals: ms, and GB at the peak."""
     row: dict[str, Any] = {"work": f"{layers} layers, {block_layers} a block, N{N} D{D}"}
-    for name, mixes in (("plain", False), ("attn_res", True)):
-        step = stack(layers, block_layers, N, D, mixes)
+    for name, form in FORMS.items():
+        step = stack(layers, block_layers, N, D, form)
         timed(row, f"{name} ms", step)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         step()
         row[f"{name} GB"] = (torch.cuda.max_memory_allocated() - before) * 1e-9
-    row["more ms"] = row["attn_res ms"] - row["plain ms"]
+    row |= {f"{name} more ms": row[f"{name} ms"] - row["plain ms"] for name in list(FORMS)[1:]}
     return row
 
 
