@@ -120,12 +120,13 @@ def scores(places, bars, count, zero):
 
 
 @gluon.jit
-def pass_on(s, m, total, count, at, seen, scale2, places, bars):
-    """Scores become weights; their factor goes ahead."""
+def pass_on(s, m, total, count, at, seen, least, scale2, places, bars):
+    """Scores become weights; their factor goes ahead. least: rows that every query sees."""
     _, _, _, _, weights, factors, _ = places
     _, _, _, _, f_full, p_full, p_empty, _ = bars
-    columns = at + gl.arange(0, BLOCK, gl.SliceLayout(0, s.type.layout))
-    s = gl.where(columns[None, :] < seen[:, None], s, float("-inf"))
+    if at + BLOCK > least:
+        columns = at + gl.arange(0, BLOCK, gl.SliceLayout(0, s.type.layout))
+        s = gl.where(columns[None, :] < seen[:, None], s, float("-inf"))
     new = gl.maximum(m, gl.max(s, 1) * scale2)
     safe = gl.where(new == float("-inf"), 0.0, new)
     decay = exp2(m - safe)
@@ -159,6 +160,7 @@ def weigh(
         )
         if blocks > 0:
             seen = gl.minimum(history + (first_row + row) // H + 1, end)
+            least = gl.minimum(history + first_row // H + 1, end)
             zero = gl.zeros([64, 64], gl.float32, SCORES)
             m = gl.full([64], float("-inf"), gl.float32, ROW)
             total = gl.zeros([64], gl.float32, ROW)
@@ -166,11 +168,11 @@ def weigh(
             s = scores(places, bars, count, zero)
             for i in range(1, blocks):
                 # Weights first: a part of the next block that has not come would hold them up, and so its own return.
-                m, total = pass_on(s, m, total, count, begin + (i - 1) * BLOCK, seen, scale2, places, bars)
+                m, total = pass_on(s, m, total, count, begin + (i - 1) * BLOCK, seen, least, scale2, places, bars)
                 count += 1
                 s = scores(places, bars, count, zero)
             mbarrier.arrive(q_empty, count=1)
-            m, total = pass_on(s, m, total, count, begin + (blocks - 1) * BLOCK, seen, scale2, places, bars)
+            m, total = pass_on(s, m, total, count, begin + (blocks - 1) * BLOCK, seen, least, scale2, places, bars)
             count += 1
             total = gl.where(total == 0.0, 1.0, total)
             totals.index(taken % 2).store(total)
