@@ -13,15 +13,18 @@ Suffixes: N packed tokens, D width, H heads, K key channels, V value channels, C
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from rille.model.allocate import Allocate
+from rille.model.allocate import Allocate, lay_together
 from rille.model.config import K3Config
 from rille.model.context import Context, ConvTail, KdaState, no_tap
 from rille.model.names import padded_heads
 from rille.ops.conv import PooledTail, short_conv
+from rille.ops.joint_linear import joint_linear
 from rille.ops.kda import DecodeLayer, Gate, PooledState, Pools, Projected, kda, kda_decode
 from rille.ops.kda.decode import choose_backend as choose_decode
 from rille.ops.norm import gated_rms_norm
@@ -33,17 +36,18 @@ class KDA(nn.Module):
     def __init__(self, c: K3Config, layer: int, new: Allocate) -> None:
         super().__init__()
         width, d = c.kda_width, c.hidden_size
-        self.q_proj, self.k_proj, self.v_proj = new(width, d), new(width, d), new(width, d)
+        heights = (*[width] * 3, c.kda_gate_rank or width, c.kda_head_dim, c.kda_heads)
+        self.q_proj, self.k_proj, self.v_proj, gate_first, decay_down, beta_proj = new.together(d, *heights)
         self.qkv_conv = new.f32(3 * width, c.conv_width)
-        self.decay_down, self.decay_up = new(c.kda_head_dim, d), new(width, c.kda_head_dim)
-        self.beta_proj = new(c.kda_heads, d)
+        self.decay_down, self.decay_up = decay_down, new(width, c.kda_head_dim)
+        self.beta_proj = beta_proj
         self.A_log = new.f32(padded_heads(c))
         self.dt_bias = new.f32(width)
         self.full_rank_gate = c.kda_gate_rank is None
         if c.kda_gate_rank is None:
-            self.gate_proj = new(width, d)
+            self.gate_proj = gate_first
         else:
-            self.gate_down, self.gate_up = new(c.kda_gate_rank, d), new(width, c.kda_gate_rank)
+            self.gate_down, self.gate_up = gate_first, new(width, c.kda_gate_rank)
         self.out_norm = new.f32(c.kda_head_dim)
         self.out_proj = new(d, width)
         self.A_log_stored = (1, 1, c.kda_heads, 1) if c.is_bare else self.A_log.shape  # its axes in the checkpoint
@@ -62,6 +66,8 @@ class KDA(nn.Module):
         state = ctx.shard.kda_state(ctx.memory.state(self.layer) if ctx.memory else None)
         tail = ctx.shard.conv_tail(inputs.qkv, ctx.memory.tail(self.layer) if ctx.memory else None)
         layer = DecodeLayer(self.qkv_conv, decay, self.out_norm, self.eps)
+        if ctx.memory is not None and (verified := ctx.memory.verify(self.layer, inputs, layer)) is not None:
+            return verified
         if isinstance(state, PooledState) and isinstance(tail, PooledTail) and one_launch(inputs, layer, ctx):
             return kda_decode(inputs, layer, Pools(state.pool, tail.pool), state.slots)
         return self._composed(inputs, decay, state, tail, ctx)
@@ -81,16 +87,18 @@ class KDA(nn.Module):
     def heads(self) -> int:
         return self.beta_proj.shape[0]
 
-    def _projected(self, x_ND: Tensor) -> Projected:
-        """q, k and v share one convolution and one tail."""
-        qkv_NC = torch.cat([linear(x_ND, w) for w in (self.q_proj, self.k_proj, self.v_proj)], dim=-1)
-        z_NK = linear(linear(x_ND, self.decay_down), self.decay_up)
-        return Projected(qkv_NC, z_NK, linear(x_ND, self.beta_proj), self._gate(x_ND))
+    def derive(self) -> None:
+        lay_together(*chain(*self._read_together()))
 
-    def _gate(self, x_ND: Tensor) -> Tensor:
-        if self.full_rank_gate:
-            return linear(x_ND, self.gate_proj)
-        return linear(linear(x_ND, self.gate_down), self.gate_up)
+    def _read_together(self) -> tuple[tuple[nn.Parameter, ...], ...]:
+        """The matrices that read the layer's input, as they lie in memory. q, k and v share one convolution."""
+        gate = self.gate_proj if self.full_rank_gate else self.gate_down
+        return (self.q_proj, self.k_proj, self.v_proj), (gate,), (self.decay_down,), (self.beta_proj,)
+
+    def _projected(self, x_ND: Tensor) -> Projected:
+        qkv_NC, gate_NV, z_NK, b_NH = joint_linear(x_ND, self._read_together())
+        gate_NV = gate_NV if self.full_rank_gate else linear(gate_NV, self.gate_up)
+        return Projected(qkv_NC, linear(z_NK, self.decay_up), b_NH, gate_NV)
 
 
 def one_launch(inputs: Projected, layer: DecodeLayer, ctx: Context) -> bool:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from rille.model.allocate import Allocate
+from rille.model.allocate import Allocate, lay_together
 from rille.model.config import K3Config
 from rille.model.context import Context
+from rille.ops.joint_linear import joint_linear
 from rille.ops.mla import attention, gated_attention, largest_logits, latent_attention, mixed_values
 from rille.ops.norm import rms_norm
 
@@ -29,22 +30,25 @@ class MLA(nn.Module):
         super().__init__()
         d, h = c.hidden_size, c.mla_heads
         self.low_rank_query, self.gated = c.q_rank is not None, c.mla_gate
+        heights = (c.q_rank or h * c.query_dim, c.cache_dim, *[h * c.value_dim] * c.mla_gate)
+        query_first, kv_down, *gate_proj = new.together(d, *heights)
         if c.q_rank is None:
-            self.q_proj = new(h * c.query_dim, d)
+            self.q_proj = query_first
         else:
-            self.q_down, self.q_norm, self.q_up = new(c.q_rank, d), new(c.q_rank), new(h * c.query_dim, c.q_rank)
-        self.kv_down, self.kv_norm = new(c.cache_dim, d), new(c.kv_rank)
+            self.q_down, self.q_norm, self.q_up = query_first, new(c.q_rank), new(h * c.query_dim, c.q_rank)
+        self.kv_down, self.kv_norm = kv_down, new(c.kv_rank)
         self.kv_up = new(h * (c.key_dim + c.value_dim), c.kv_rank)
         if c.mla_gate:
-            self.gate_proj = new(h * c.value_dim, d)
+            self.gate_proj = gate_proj[0]
         self.out_proj = new(d, h * c.value_dim)
         self.layer, self.eps = layer, c.inner_norm_eps
         self.key_dim, self.value_dim, self.query_dim = c.key_dim, c.value_dim, c.query_dim
 
     def forward(self, x_ND: Tensor, ctx: Context) -> Tensor:
-        q_NHK = self._queries(x_ND)
-        gate_NHV = linear(x_ND, self.gate_proj).unflatten(-1, (q_NHK.shape[1], -1)) if self.gated else None
-        latent_NR = ctx.shard.latents(self._latents(x_ND))
+        first_NC, both_NR, *gate = joint_linear(x_ND, [[w] for w in self._read_together()])
+        q_NHK = self._queries(first_NC)
+        gate_NHV = gate[0].unflatten(-1, (q_NHK.shape[1], -1)) if gate else None
+        latent_NR = ctx.shard.latents(self._latents(both_NR))
         if ctx.memory is None:
             o_NHV = self._expanded(q_NHK, latent_NR, gate_NHV, ctx)
         else:
@@ -59,17 +63,23 @@ class MLA(nn.Module):
         """The matrix whose rows are the heads' queries."""
         return self.q_up if self.low_rank_query else self.q_proj
 
-    def _queries(self, x_ND: Tensor) -> Tensor:
-        if self.low_rank_query:
-            q = linear(rms_norm(linear(x_ND, self.q_down), self.q_norm, self.eps), self.q_up)
-        else:
-            q = linear(x_ND, self.q_proj)
-        return q.unflatten(-1, (-1, self.query_dim))
+    def derive(self) -> None:
+        lay_together(*self._read_together())
 
-    def _latents(self, x_ND: Tensor) -> Tensor:
+    def _read_together(self) -> list[nn.Parameter]:
+        """The matrices that read the layer's input, as they lie in memory."""
+        first = [self.q_down if self.low_rank_query else self.q_proj, self.kv_down]
+        return [*first, self.gate_proj] if self.gated else first
+
+    def _queries(self, first_NC: Tensor) -> Tensor:
+        """[N, H, K] from the product with the first of the query's matrices."""
+        if self.low_rank_query:
+            first_NC = linear(rms_norm(first_NC, self.q_norm, self.eps), self.q_up)
+        return first_NC.unflatten(-1, (-1, self.query_dim))
+
+    def _latents(self, both_NR: Tensor) -> Tensor:
         """[N, R + shared]: the row that the cache keeps for a token."""
         rank = self.kv_norm.shape[0]
-        both_NR = linear(x_ND, self.kv_down)
         return torch.cat([rms_norm(both_NR[:, :rank], self.kv_norm, self.eps), both_NR[:, rank:]], dim=-1)
 
     def _expanded(self, q_NHK: Tensor, latent_NR: Tensor, gate_NHV: Tensor | None, ctx: Context) -> Tensor:
