@@ -5,7 +5,7 @@
     expert_load    layer -> [E]: tokens that each expert got in the step
 
 The first two are measured on held-out text, so that they neither cost the step anything nor depend on its batch. One
-JSON object for each look goes into `inspections.jsonl`; the loggers get the output sizes as numbers.
+JSON object for each look goes into `inspections.jsonl`; the loggers get all but the loads by expert as numbers.
 """
 
 from __future__ import annotations
@@ -86,6 +86,16 @@ def inspect(model: K3, batch: Batch, counts: Counts) -> dict[str, Any]:
         "output_rms": dict(zip(names, sizes, strict=True)),
         "expert_load": {str(layer): load_E.tolist() for layer, load_E in counts.load.items()},
     }
+
+
+def as_numbers(look: dict[str, Any]) -> dict[str, float]:
+    """`output_rms/SUBLAYER`, and `attn_res/SITE/SOURCE` with the sources embedding, block_1, ..., running_sum."""
+    numbers = {f"output_rms/{name}": size for name, size in look["output_rms"].items()}
+    for site, weights_R in look["attn_res"].items():
+        blocks = [f"block_{number}" for number in range(1, len(weights_R) - 1)]
+        for source, weight in zip(("embedding", *blocks, "running_sum"), weights_R, strict=True):
+            numbers[f"attn_res/{site}/{source}"] = weight
+    return numbers
 
 
 class Inspections:

@@ -33,7 +33,7 @@ from rille.train.checkpoint import save_checkpoint, weights
 from rille.train.config import TrainConfig
 from rille.train.curriculum import Curriculum
 from rille.train.guard import Guard, GuardConfig
-from rille.train.inspection import Inspections, inspect
+from rille.train.inspection import Inspections, as_numbers, inspect
 from rille.train.losses import all_losses, count_targets, domain_sums, domain_targets, mean_losses, weighted
 from rille.train.metrics import Logger
 from rille.train.norms import Updates, gradient_norms
@@ -245,7 +245,7 @@ def look(run: Run, work: Work) -> dict[str, float]:
     seen = inspect(run.model, batches[0], work.counts)
     if run.inspections is not None:
         run.inspections.add(run.step, seen)
-    return values | {f"output_rms/{name}": size for name, size in seen["output_rms"].items()}
+    return values | as_numbers(seen)
 
 
 def checkpoint(run: Run) -> None:

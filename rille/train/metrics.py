@@ -8,7 +8,7 @@ Each step: loss, loss/DOMAIN, targets (tokens learned from), gradient_norm, grad
 expert_load_violation, load_violation/L, dead_experts/L, epochs/DOMAIN, skipped_steps (passed over so far),
 tokens_per_second, memory_gib; mfu where the card's peak is known; mtp_loss and largest_attention_logit where asked for.
 With each held-out measurement: held_out_loss, held_out_loss/DOMAIN, held_out_loss_ema where there is a mean,
-update_norm/KIND, output_rms/SUBLAYER. A number that is not finite is null.
+update_norm/KIND, output_rms/SUBLAYER, attn_res/SITE/SOURCE (mean weight). A number that is not finite is null.
 
 Losses are nats a token; mtp_loss is the mean over the MTP layers' own targets. Gradient norms are taken before
 clipping. expert_load_violation is max load / mean load - 1 of the worst layer L: 0 is a perfect balance.

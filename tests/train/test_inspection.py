@@ -13,7 +13,7 @@ from rille.model.plan import training_flops
 from rille.model.presets import preset
 from rille.train import loop
 from rille.train.checkpoint import weights
-from rille.train.inspection import INSPECTIONS, inspect, watching
+from rille.train.inspection import INSPECTIONS, as_numbers, inspect, watching
 from rille.train.metrics import MACHINE, read_metrics
 from rille.train.pretrain import pretrain
 from rille.train.speed import StepFlops, peak_flops, peak_memory
@@ -45,6 +45,10 @@ def test_sites_show_what_they_read(run):
     for weights_R in look["attn_res"].values():
         assert sum(weights_R) == pytest.approx(1, abs=1e-5) and min(weights_R) > 0
         assert max(weights_R) - min(weights_R) > 1e-3
+    numbers = as_numbers(look)
+    assert list(numbers)[-3:] == [f"attn_res/output_mix/{source}" for source in ("embedding", "block_1", "running_sum")]
+    assert [numbers[name] for name in list(numbers)[-3:]] == look["attn_res"]["output_mix"]
+    assert len(numbers) == len(look["output_rms"]) + sum(map(len, look["attn_res"].values()))
 
 
 def test_output_sizes_are_those_of_the_trace(run):

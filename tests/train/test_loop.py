@@ -40,7 +40,8 @@ def test_loss_falls_and_rows_are_whole(tmp_path, capsys):
     keys |= {f"{what}/{layer}" for what in ("load_violation", "dead_experts") for layer in (1, 2)}
     keys |= {f"gradient_norm/{kind}" for kind in KINDS} | {"memory_gib", "epochs/all", "skipped_steps", "targets"}
     assert set(rows[0]) == keys
-    assert {name.partition("/")[0] for name in set(rows[9]) - keys} == {"held_out_loss", "update_norm", "output_rms"}
+    looks = {"held_out_loss", "update_norm", "output_rms", "attn_res"}
+    assert {name.partition("/")[0] for name in set(rows[9]) - keys} == looks
     printed = capsys.readouterr().out
     for word in ("held out", "bits a byte", "unigram", "try next", f"rille generate {tmp_path / 'run'}"):
         assert word in printed
