@@ -61,7 +61,7 @@ def test_public_names_are_documented():
 
 
 # Not mechanisms: how the package is put together.
-SCAFFOLD = ("allocate", "arguments", "context", "locate", "plan_table", "tracing", "__init__")
+SCAFFOLD = ("allocate", "arguments", "beside", "context", "locate", "plan_table", "tracing", "__init__")
 
 
 def test_the_map_is_whole():

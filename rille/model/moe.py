@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from rille.model.allocate import Allocate
+from rille.model.allocate import Allocate, lay_together
+from rille.model.beside import beside
 from rille.model.config import K3Config
 from rille.model.context import Context
+from rille.ops.joint_linear import joint_linear
 from rille.ops.moe import ExpertOperands, expert_glu, route, route_logits, route_weights, router_logits
 from rille.ops.norm import rms_norm
 from rille.ops.situ import situ_glu, swiglu
@@ -36,12 +38,15 @@ class DenseGLU(nn.Module):
 
     def __init__(self, c: K3Config, width: int, new: Allocate) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj = new(width, c.hidden_size), new(width, c.hidden_size)
+        self.gate_proj, self.up_proj = new.together(c.hidden_size, width, width)
         self.down_proj = new(c.hidden_size, width)
         self.act = activation(c)
 
     def forward(self, x_ND: Tensor, ctx: Context) -> Tensor:
-        return linear(self.act(linear(x_ND, self.gate_proj), linear(x_ND, self.up_proj)), self.down_proj)
+        return linear(self.act(*joint_linear(x_ND, [[self.gate_proj], [self.up_proj]])), self.down_proj)
+
+    def derive(self) -> None:
+        lay_together(self.gate_proj, self.up_proj)
 
 
 class ExpertWeights(nn.Module):
@@ -87,7 +92,8 @@ class LatentMoE(nn.Module):
         self.active, self.scale, self.renormalise = c.active_experts, c.routed_scale, c.renormalise
 
     def forward(self, x_ND: Tensor, ctx: Context) -> Tensor:
-        name = f"layers.{self.layer}."
+        name, shared = f"layers.{self.layer}.", self.shared
+        shared_ND = None if shared is None else beside(lambda: shared(x_ND, ctx), x_ND)
         ids_NA, weights_NA = self._route(x_ND, ctx)
         z_NL = linear(x_ND, self.latent_down) if self.latent else x_ND
         z_NL = ctx.tap(f"{name}routed_expert_down_proj.out", z_NL)
@@ -95,9 +101,7 @@ class LatentMoE(nn.Module):
         if self.normed:
             u_NL = ctx.tap(f"{name}routed_expert_norm.out", rms_norm(u_NL, self.latent_norm, self.eps))
         y_ND = ctx.tap(f"{name}routed_expert_up_proj.out", linear(u_NL, self.latent_up) if self.latent else u_NL)
-        if self.shared is None:
-            return y_ND
-        return y_ND + ctx.tap(f"{name}shared_experts.out", self.shared(x_ND, ctx))
+        return y_ND if shared_ND is None else y_ND + ctx.tap(f"{name}shared_experts.out", shared_ND())
 
     def _route(self, x_ND: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
         logits_NE = router_logits(x_ND, self.router)

@@ -141,11 +141,14 @@ def expert_glu(
     _check_experts(x, ids, weights, experts)
     if _settle("expert_glu", backend, "grouped", _experts_obstacle(x, experts), x) == "grouped":
         return grouped.expert_glu(x, ids, weights, experts.w13, experts.w2, experts.activation)
-    from rille.ops.moe import function
+    from rille.ops.moe import few, function
 
     form, caps = function.form_of(x.shape[1], experts.w2.shape[2]), caps_of(experts.activation)
     assert caps is not None
     operands = (_dense(x), ids.contiguous(), weights.contiguous(), experts.w13, experts.w2)
+    differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in (x, weights, experts.w13, experts.w2))
+    if few.is_few(ids.numel(), len(experts.w13)) and not differentiated:
+        return few.experts(*operands, *caps)
     return function.experts(*operands, *caps, form)[0]
 
 

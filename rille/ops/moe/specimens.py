@@ -6,7 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from rille.ops.ahead import Specimen
-from rille.ops.moe import permute_kernels, product_kernels, router_kernels
+from rille.ops.moe import few_kernels, permute_kernels, product_kernels, router_kernels
+from rille.ops.moe.few import COLUMNS
+from rille.ops.moe.few import TILE as FEW
 from rille.ops.moe.permute import TILE
 from rille.ops.moe.products import Tiles, plan
 
@@ -31,7 +33,14 @@ def specimen(
     known = TYPES | types
     signature = {name: known[name] for name in kernel.arg_names if name not in constexprs}
     return Specimen(
-        f"moe_{name}", kernel, signature, constexprs, warps, stages, (*WHOLE, "x", "p", "q"), want_wgmma=wgmma
+        f"moe_{name}",
+        kernel,
+        signature,
+        constexprs,
+        warps,
+        stages,
+        (*WHOLE, "x", "p", "q", "w13", "w2", "act", "y"),
+        want_wgmma=wgmma,
     )
 
 
@@ -111,5 +120,20 @@ def routes(size: str) -> list[Specimen]:
     ]  # fmt: skip
 
 
+def few(size: str) -> list[Specimen]:
+    (L, F, _, A), k = SHAPES[size], few_kernels
+    tile = dict(BM=FEW, BK=64, SPAN=128)
+    kernels = (
+        ("glu_few", k.glu_few, dict(CHOICES=A, F=F, L=L, BF=COLUMNS) | tile | GLU, 4, 4),
+        ("down_few", k.down_few, dict(L=L, F=F, BL=COLUMNS) | tile, 4, 4),
+        ("combine_few", k.combine_few, dict(L=L, CHOICES=A, BLOCK=256), 2, 3),
+    )
+    return [
+        specimen(f"{name}_{size}", kernel, constexprs, warps, stages, x="*bf16", w13="*bf16", w2="*bf16", act="*bf16",
+                 y="*fp32", out="*fp32")
+        for name, kernel, constexprs, warps, stages in kernels
+    ]  # fmt: skip
+
+
 def specimens() -> list[Specimen]:
-    return [each for size in SHAPES for each in (*products(size), *routes(size))]
+    return [each for size in SHAPES for each in (*products(size), *routes(size), *few(size))]
