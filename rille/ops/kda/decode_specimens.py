@@ -21,8 +21,9 @@ WHOLE = tuple(name for name in TYPES if name not in ("items", "tokens", "past_to
 
 def specimen(
     name: str, kernel: Any, K: int = 128, V: int = 128, B: int = 32, bounded: bool = True, tokens: int = 8,
+    W: int = 4,
 ) -> Specimen:  # fmt: skip
-    constexprs: dict[str, Any] = dict(H=96, K=K, V=V, W=4, BOUNDED=bounded)
+    constexprs: dict[str, Any] = dict(H=96, K=K, V=V, W=W, BOUNDED=bounded)
     spread = decode_launch.decode_spread(K, V, B)
     if name.startswith("verify_gluon"):
         spread = decode_launch.verify_spread(K, V)
@@ -55,6 +56,7 @@ SPECIMENS = [
     specimen("verify_resident", verify_gluon.verify),
     specimen("verify_resident_4", verify_gluon.verify, tokens=4),
     specimen("verify_resident_1", verify_gluon.verify, tokens=1),
+    specimen("verify_resident_one_tap", verify_gluon.verify, W=1),
     specimen("verify_resident_softplus", verify_gluon.verify, bounded=False),
     specimen("verify_resident_k64", verify_gluon.verify, K=64, V=64),
     specimen("verify_resident_v256", verify_gluon.verify, V=256),

@@ -58,10 +58,11 @@ def fetch_rows(smem, pointer, step: gl.constexpr, count):
 @gluon.jit
 def fetch_before(smem, past, tail, count, W: gl.constexpr, C: gl.constexpr):
     """The W - 1 inputs before the token after `count` remembered ones, the last one first."""
-    _, j_41, n_1N = places(smem, 0)
-    index_41 = count - 1 - j_41
-    row_41 = gl.where(index_41 >= 0, past + index_41 * C, tail + (index_41 + (W - 1)) * C)
-    async_copy.async_copy_global_to_shared(smem, row_41 + n_1N, (j_41 < W - 1) & (n_1N >= 0))
+    if W > 1:
+        _, j_41, n_1N = places(smem, 0)
+        index_41 = count - 1 - j_41
+        row_41 = gl.where(index_41 >= 0, past + index_41 * C, tail + (index_41 + (W - 1)) * C)
+        async_copy.async_copy_global_to_shared(smem, row_41 + n_1N, (j_41 < W - 1) & (n_1N >= 0))
 
 
 @gluon.jit
@@ -73,9 +74,10 @@ def copy_out(pointer, smem, step: gl.constexpr, count: gl.constexpr):
 @gluon.jit
 def copy_tail(tail, smem, W: gl.constexpr, C: gl.constexpr):
     """`fetch_before` the other way: the tail of a slot."""
-    offsets, j_41, n_1N = places(smem, 0)
-    row_41 = tail + (W - 2 - j_41) * C
-    gl.store(row_41 + n_1N, smem.load(offsets.type.layout), mask=(j_41 < W - 1) & (n_1N >= 0))
+    if W > 1:
+        offsets, j_41, n_1N = places(smem, 0)
+        row_41 = tail + (W - 2 - j_41) * C
+        gl.store(row_41 + n_1N, smem.load(offsets.type.layout), mask=(j_41 < W - 1) & (n_1N >= 0))
 
 
 @gluon.jit
@@ -90,8 +92,11 @@ def rows_of(smem, layout: gl.constexpr):
 @gluon.jit
 def convolved(smem, before, taps, W: gl.constexpr, LOG_T: gl.constexpr, layout: gl.constexpr):
     """silu(conv) [T, N] of the rows in shared memory and what came before them."""
-    x1_N, x2_N, x3_N = row_of(before, 0, layout), row_of(before, 1, layout), row_of(before, 2, layout)
-    return short_conv(rows_of(smem, layout), x1_N, x2_N, x3_N, taps, W, 1 << LOG_T, LOG_T)
+    rows = rows_of(smem, layout)
+    x1_N, x2_N, x3_N = rows[0], rows[0], rows[0]
+    if W > 1:
+        x1_N, x2_N, x3_N = row_of(before, 0, layout), row_of(before, 1, layout), row_of(before, 2, layout)
+    return short_conv(rows, x1_N, x2_N, x3_N, taps, W, 1 << LOG_T, LOG_T)
 
 
 @gluon.jit
@@ -174,7 +179,7 @@ def keep_tokens(
         copy_out(past + v, small[4], C, tokens)
         copy_out(past + q, small[5], C, tokens)
         copy_out(past_z + slot * (past_tokens * HK) + q, small[6], HK, tokens)
-    if (count > 0) & (W > 1):
+    if count > 0:
         copy_tail(tail + HK + q, small[7], W, C)
         copy_tail(tail + v, small[8], W, C)
         copy_tail(tail + q, small[9], W, C)
