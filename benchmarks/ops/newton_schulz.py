@@ -6,8 +6,8 @@ The gate compares both forms in fp16 and bf16 with float64, and the kernels of M
 medians of `triton.testing.do_bench`. For each batch of matrices: both forms in fp16 and bf16, every matrix alone in a
 loop, and TFLOP/s counted by the plain form's FLOPs. Then what surrounds the products, for a layer's experts of `nano`.
 "step" is `Muon.step` over tensors of `nano`'s shapes (from the parameter table), with the peak memory that it needs
-beside weights, gradients and state, in the optimiser's batches and in smaller ones. The table comes last; FOLDER/newton_schulz.json holds the numbers. The bar for
-the step is 50 ms, the aim 36.
+beside weights, gradients and state, in the optimiser's batches and in smaller ones. The table comes last;
+FOLDER/newton_schulz.json holds the numbers. The bar for the step is 50 ms, the aim 36.
 """
 
 from __future__ import annotations
