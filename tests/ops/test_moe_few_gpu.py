@@ -1,0 +1,62 @@
+"""The experts' kernels for a few tokens on a GPU, in bf16: against float64, bit for bit alone and among others, and in
+a recording."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from rille.ops.moe import ExpertOperands, expert_glu, reference
+from rille.ops.situ import situ_glu
+
+few = pytest.importorskip("rille.ops.moe.few", exc_type=ImportError)
+pytestmark = pytest.mark.gpu
+SITU = partial(situ_glu, cap_gate=4.0, cap_up=25.0)
+# N tokens, E experts, A active, L latent, F expert width
+SIZES = [
+    (1, 256, 6, 256, 448),
+    (64, 256, 6, 256, 448),
+    (170, 256, 6, 256, 448),
+    (3, 8, 2, 48, 40),
+    (8, 16, 4, 3584, 3072),
+]
+
+
+def operands(size: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, ExpertOperands]:
+    N, E, A, L, F = size
+    draw = torch.Generator("cuda").manual_seed(sum(size))
+    normal = partial(torch.randn, generator=draw, device="cuda")
+    ids = torch.rand(N, E, generator=draw, device="cuda").argsort(1)[:, :A].contiguous()
+    w13, w2 = normal(E, 2 * F, L) * L**-0.5, normal(E, L, F) * F**-0.5
+    return normal(N, L).bfloat16(), ids, normal(N, A).abs() + 0.1, ExpertOperands(w13.bfloat16(), w2.bfloat16(), SITU)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sums_are_those_of_the_definition(size):
+    x, ids, weights, experts = operands(size)
+    assert few.is_few(ids.numel(), size[1])
+    with torch.no_grad():
+        got = expert_glu(x, ids, weights, experts)
+    used = ids.unique()
+    place = torch.zeros(size[1], dtype=torch.long, device="cuda")
+    place[used] = torch.arange(len(used), device="cuda")
+    doubles = (x.double(), place[ids], weights.double(), experts.w13[used].double(), experts.w2[used].double())
+    exact = reference.expert_glu(*doubles, SITU)
+    assert (got - exact).norm() <= 4e-3 * exact.norm()
+
+
+def test_a_token_has_the_same_bits_alone_and_among_others_and_in_a_recording():
+    x, ids, weights, experts = operands(SIZES[1])
+    with torch.no_grad():
+        together = expert_glu(x, ids, weights, experts)
+        for n in (0, 31, 63):
+            row = slice(n, n + 1)
+            assert torch.equal(expert_glu(x[row], ids[row], weights[row], experts)[0], together[n])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            recorded = expert_glu(x, ids, weights, experts)
+        recorded.zero_()
+        graph.replay()
+        assert torch.equal(recorded, together)
