@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rille.model.balance import Counts
     from rille.model.media import Media
     from rille.model.moe import ExpertWeights
-    from rille.ops.kda import Projected
+    from rille.ops.kda import DecodeLayer, Projected
     from rille.ops.mla import LatentCache
 
 Tap = Callable[[str, Tensor], Tensor]
@@ -36,13 +36,15 @@ def no_tap(name: str, tensor: Tensor) -> Tensor:
 
 class LayerMemory(Protocol):
     """What a layer asks of the memory of a batch: its pools with the slots of the batch's sequences, and (KDA) whether
-    its projected inputs are to be remembered, so that tokens can be taken back. `rille.model.memory.Memory` is one; an
-    engine has another, over pages."""
+    its projected inputs are to be remembered, so that tokens can be taken back. verify: the output [N, H V] of a layer
+    whose tokens may be taken back, if this memory computes it itself. `rille.model.memory.Memory` is one; an engine has
+    others, over pages."""
 
     def state(self, layer: int) -> PooledState: ...
     def tail(self, layer: int) -> PooledTail: ...
     def latents(self, layer: int) -> LatentCache: ...
     def remember(self, layer: int, inputs: Projected) -> None: ...
+    def verify(self, layer: int, inputs: Projected, weights: DecodeLayer) -> Tensor | None: ...
 
 
 class Exchange(Protocol):

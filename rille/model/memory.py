@@ -16,7 +16,7 @@ from torch import Tensor
 from rille.model.arguments import whole
 from rille.model.config import K3Config
 from rille.ops.conv import PooledTail
-from rille.ops.kda import PooledState, Projected
+from rille.ops.kda import DecodeLayer, PooledState, Projected
 from rille.ops.mla import LatentCache
 from rille.packing import Packing
 
@@ -116,6 +116,9 @@ class Memory:
 
     def remember(self, layer: int, inputs: Projected) -> None:
         """Nothing is taken back here."""
+
+    def verify(self, layer: int, inputs: Projected, weights: DecodeLayer) -> None:
+        """Nor here."""
 
 
 def described(c: K3Config, dtype: torch.dtype, device: torch.device, layers: Sequence[int] | None) -> dict[str, object]:

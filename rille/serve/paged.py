@@ -18,8 +18,9 @@ from torch import Tensor
 
 from rille.model.config import K3Config
 from rille.ops.conv import PooledTail
-from rille.ops.kda import PooledState, Projected
+from rille.ops.kda import DecodeLayer, PooledState, Projected
 from rille.ops.mla import LatentCache
+from rille.packing import moved
 from rille.serve.pages import Copy, PageLayout
 
 POISON = 255  # bytes of it are a NaN in every float format
@@ -71,12 +72,13 @@ class Pages:
         would do: what lies behind them is never read."""
         if copies:
             sources, targets = ([getattr(copy, end) for copy in copies] for end in ("source", "target"))
-            self.bytes[self._index(targets)] = self.bytes[self._index(sources)]
+            words = self.bytes.view(torch.int64)  # an index moves elements: the fewer the better
+            words[self._index(targets)] = words[self._index(sources)]
 
     def clear(self, pages: Sequence[int]) -> None:
         """Pages of states that begin with zeros."""
         if pages:
-            self.bytes[self._index(pages)] = 0
+            self.bytes.view(torch.int64)[self._index(pages)] = 0
 
     def poison(self, pages: Sequence[int]) -> None:
         if pages:
@@ -90,7 +92,7 @@ class Pages:
         self.bytes[page].copy_(content)
 
     def _index(self, pages: Sequence[int]) -> Tensor:
-        return torch.tensor(pages, dtype=torch.int64).to(self.device, non_blocking=True)
+        return moved(torch.tensor(pages, dtype=torch.int64), self.device)
 
 
 class Batch:
@@ -124,3 +126,6 @@ class Batch:
         if self._rows is not None:
             rows = self._rows
             self.inputs[layer] = Projected(inputs.qkv[rows], inputs.z[rows], inputs.b[rows], inputs.gate[rows])
+
+    def verify(self, layer: int, inputs: Projected, weights: DecodeLayer) -> Tensor | None:
+        """Drafts run on copies of the states here, as tokens do."""
