@@ -8,7 +8,7 @@ Source: OpenAI's API reference; Moonshot's API and its vendor verifier for what 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any, Literal
 from uuid import uuid4
@@ -26,7 +26,7 @@ from rille.serve.asking import (
 from rille.serve.front import Front, Turn, token_logprobs
 from rille.serve.replying import Ended, Gathered, Piece, total
 from rille.serve.schema import Usage
-from rille.serve.sse import DONE, event
+from rille.serve.sse import DONE, HOLE, Form, event
 from rille.text.reply import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
 
 
@@ -140,6 +140,40 @@ def _choice(front: Front, index: int, choice: Gathered, wants_logprobs: bool) ->
     }
 
 
+class _Chunks:
+    """Chunks of one stream. What those of a text have in common is made once."""
+
+    def __init__(self, head: Json, tail: Json) -> None:
+        self._head, self._tail = head, tail
+        self._forms: dict[tuple[int, str], Form] = {}
+
+    def chunk(self, index: int, delta: Json, reason: str | None = None, logprobs: Json | None = None) -> bytes:
+        return event(self._body(index, delta, reason, logprobs))
+
+    def text(self, index: int, key: str, text: str) -> bytes:
+        """A chunk whose delta has a text under this key, and nothing else."""
+        if (form := self._forms.get((index, key))) is None:
+            form = self._forms[index, key] = Form(self._body(index, {key: HOLE}, None, None))
+        return form.fill(text)
+
+    def _body(self, index: int, delta: Json, reason: str | None, logprobs: Json | None) -> Json:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return {**self._head, "choices": [choice], **self._tail}
+
+    def of(self, piece: Piece, logprobs: Json | None) -> Iterator[bytes]:
+        """Chunks of what was said; with the first of them go the log-probabilities."""
+        for one in piece.events:
+            if logprobs is None and isinstance(one, Content):
+                yield self.text(piece.index, "content", one.text)
+            elif logprobs is None and isinstance(one, Reasoning):
+                yield self.text(piece.index, "reasoning_content", one.text)
+            elif delta := _delta(one):
+                yield self.chunk(piece.index, delta, logprobs=logprobs)
+                logprobs = None
+        if logprobs is not None:
+            yield self.chunk(piece.index, {}, logprobs=logprobs)
+
+
 async def stream(
     front: Front, turn: Turn, model: str, wants_logprobs: bool, wants_usage: bool
 ) -> AsyncGenerator[bytes, None]:
@@ -150,27 +184,19 @@ async def stream(
         "created": turn.created,
         "model": model,
     }
-    tail: Json = {"usage": None} if wants_usage else {}
-
-    def chunk(index: int, delta: Json, reason: str | None = None, logprobs: Json | None = None) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        return event({**head, "choices": [choice], **tail})
-
+    chunks = _Chunks(head, {"usage": None} if wants_usage else {})
     opening: Json = {"role": "assistant", "content": "", **({"reasoning_content": ""} if turn.has_thinking else {})}
     for index in range(turn.num_choices):
-        yield chunk(index, opening)
+        yield chunks.chunk(index, opening)
     ends: list[Ended] = []
     async with aclosing(turn.pieces()) as pieces:
         async for piece in pieces:
             if isinstance(piece, Ended):
                 ends.append(piece)
-                yield chunk(piece.index, {}, piece.reason)
+                yield chunks.chunk(piece.index, {}, piece.reason)
                 continue
-            logprobs = _piece_logprobs(front, piece) if wants_logprobs else None
-            deltas = [delta for one in piece.events if (delta := _delta(one))] or ([{}] if logprobs else [])
-            for delta in deltas:
-                yield chunk(piece.index, delta, logprobs=logprobs)
-                logprobs = None
+            for part in chunks.of(piece, _piece_logprobs(front, piece) if wants_logprobs else None):
+                yield part
     if wants_usage:
         usage, reasoning = total(ends)
         yield event({**head, "choices": [], "usage": usage_body(usage, reasoning)})
@@ -178,7 +204,7 @@ async def stream(
 
 
 def _piece_logprobs(front: Front, piece: Piece) -> Json | None:
-    return None if piece.token is None else {"content": [token_logprobs(front, piece.token)]}
+    return {"content": [token_logprobs(front, token) for token in piece.tokens]} if piece.tokens else None
 
 
 def _delta(one: Event) -> Json | None:

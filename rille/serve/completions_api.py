@@ -18,7 +18,7 @@ from rille.serve.chat_api import usage_body, with_known_role
 from rille.serve.front import Front, Turn
 from rille.serve.replying import Ended, Gathered, Piece, total
 from rille.serve.schema import TokenOutput, Usage
-from rille.serve.sse import DONE, event
+from rille.serve.sse import DONE, HOLE, Form, event
 from rille.text.reply import Content
 
 MAX_PROMPTS = 256
@@ -81,10 +81,11 @@ class Completions:
         queue: asyncio.Queue[Piece | Ended | int] = asyncio.Queue()
 
         async def read(place: int, turn: Turn) -> None:
+            first = place * self.num_each
             try:
                 async with aclosing(turn.pieces()) as pieces:
                     async for piece in pieces:
-                        queue.put_nowait(replace(piece, index=place * self.num_each + piece.index))
+                        queue.put_nowait(replace(piece, index=first + piece.index) if first else piece)
             finally:
                 queue.put_nowait(place)
 
@@ -149,36 +150,55 @@ async def whole(front: Front, completions: Completions, model: str) -> Json:
     return {**_head(completions, model), "choices": choices, "usage": usage_body(completions.usage(ends), 0)}
 
 
+class _Chunks:
+    """Chunks of one stream. What those without log-probabilities have in common is made once a choice."""
+
+    def __init__(self, head: Json, tail: Json, wants_ids: bool) -> None:
+        self._head, self._tail, self._wants_ids = head, tail, wants_ids
+        self._forms: dict[int, Form] = {}
+
+    def chunk(self, index: int, text: str, reason: str | None = None) -> bytes:
+        return event(self._body(index, text, reason=reason))
+
+    def of(self, index: int, text: str, logprobs: Json | None, ids: list[int]) -> bytes:
+        """A chunk of what was said."""
+        if logprobs is not None:
+            return event(self._body(index, text, ids, logprobs))
+        if (form := self._forms.get(index)) is None:
+            form = self._forms[index] = Form(self._body(index, HOLE, HOLE))
+        return form.fill(text, ids) if self._wants_ids else form.fill(text)
+
+    def _body(
+        self, index: int, text: str, ids: Any = None, logprobs: Json | None = None, reason: str | None = None
+    ) -> Json:
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        choice |= {"token_ids": ids} if self._wants_ids and ids is not None else {}
+        return {**self._head, "choices": [choice], **self._tail}
+
+
 async def stream(front: Front, completions: Completions, model: str, wants_usage: bool) -> AsyncGenerator[bytes, None]:
     """The same reply as chunks."""
-    head, tail = _head(completions, model), {"usage": None} if wants_usage else {}
+    head = _head(completions, model)
+    chunks = _Chunks(head, {"usage": None} if wants_usage else {}, completions.wants_ids)
     offsets: dict[int, int] = {}
     ends: dict[int, Ended] = {}
-
-    def chunk(
-        index: int, text: str, reason: str | None = None, logprobs: Json | None = None, ids: list[int] | None = None
-    ) -> bytes:
-        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-        choice |= {} if ids is None else {"token_ids": ids}
-        return event({**head, "choices": [choice], **tail})
-
     for place, echo in enumerate(completions.echoes):
         for choice in range(completions.num_each if echo else 0):
-            yield chunk(place * completions.num_each + choice, echo)
+            yield chunks.chunk(place * completions.num_each + choice, echo)
     async with aclosing(completions.pieces()) as pieces:
         async for piece in pieces:
             if isinstance(piece, Ended):
                 ends[piece.index] = piece
-                yield chunk(piece.index, "", piece.reason)
+                yield chunks.chunk(piece.index, "", piece.reason)
                 continue
             text = "".join(one.text for one in piece.events if isinstance(one, Content))
             logprobs = None
-            if completions.wants_logprobs and piece.token is not None:
-                logprobs = _logprobs(front, [piece.token], offsets.get(piece.index, 0))
-                offsets[piece.index] = offsets.get(piece.index, 0) + len(logprobs["tokens"][0])
-            ids = [piece.token.token] if completions.wants_ids and piece.token is not None else None
-            if text or logprobs or ids:
-                yield chunk(piece.index, text, logprobs=logprobs, ids=ids)
+            if completions.wants_logprobs and piece.tokens:
+                logprobs = _logprobs(front, piece.tokens, offsets.get(piece.index, 0))
+                offsets[piece.index] = offsets.get(piece.index, 0) + sum(map(len, logprobs["tokens"]))
+            ids = [token.token for token in piece.tokens]
+            if text or logprobs or (ids and completions.wants_ids):
+                yield chunks.of(piece.index, text, logprobs, ids)
     if wants_usage:
         yield event({**head, "choices": [], "usage": usage_body(completions.usage(ends), 0)})
     yield DONE

@@ -23,6 +23,7 @@ from rille.serve.replying import ChatReader, Ended, Gathered, Piece, Reader, Tex
 from rille.serve.schema import (
     Finished,
     Handle,
+    Output,
     Request,
     SamplingParams,
     ServingEngine,
@@ -33,7 +34,7 @@ from rille.text.chat import EncodedPrompt, Prompt, declared_tools, render
 from rille.text.grammar import Grammar, continuations
 from rille.text.images import ImageConfig, Images, decode_data_url, preprocess_images
 from rille.text.media import expand_media
-from rille.text.reply import Event
+from rille.text.reply import Event, join_events
 from rille.text.vocabulary import MEDIA_PAD, Tokenizer
 
 _LONGEST_BEFORE_TIMEOUT = 0.95  # of the time limit: the engine's clock and ours do not agree to the millisecond
@@ -215,30 +216,39 @@ class Turn:
         open_choices, engine = self.num_choices, self._front.engine
         meter = self._front.meters.begin(self._started)
         try:
-            async for output in self._handle:
-                reader = self._readers[output.index]
-                if isinstance(output, Finished):
-                    self._check(output, reader)
-                    open_choices -= 1
-                    if events := reader.finish(output):
-                        yield Piece(output.index, tuple(events), None)
-                    ended = reader.ended(output)
-                    meter.ended(output, ended.usage, reader.is_stopped)
-                    yield ended
-                elif not reader.is_stopped:
-                    meter.token(output.index)
-                    yield Piece(output.index, self._events(reader, output), output)
-                    if all(reader.is_stopped for reader in self._readers):
-                        engine.abort(self._handle.id)
+            async for batch in self._handle.batches():
+                for index, outputs in _by_choice(batch).items():
+                    reader, tokens = self._readers[index], [one for one in outputs if isinstance(one, TokenOutput)]
+                    if tokens and not reader.is_stopped:
+                        meter.tokens(index, len(tokens))
+                        yield self._piece(index, reader, tokens)
+                        if all(reader.is_stopped for reader in self._readers):
+                            engine.abort(self._handle.id)
+                    if isinstance(last := outputs[-1], Finished):
+                        self._check(last, reader)
+                        open_choices -= 1
+                        if events := reader.finish(last):
+                            yield Piece(index, tuple(events), ())
+                        ended = reader.ended(last)
+                        meter.ended(last, ended.usage, reader.is_stopped)
+                        yield ended
         finally:
             if open_choices:
                 engine.abort(self._handle.id)
 
-    def _events(self, reader: Reader, output: TokenOutput) -> tuple[Event, ...]:
+    def _piece(self, index: int, reader: Reader, tokens: Sequence[TokenOutput]) -> Piece:
+        """What came at once makes one piece, up to the token that brings a stop string."""
+        events: list[Event] = []
+        taken = 0
         try:
-            return tuple(reader.take(output))
+            for token in tokens:
+                events += reader.take(token)
+                taken += 1
+                if reader.is_stopped:
+                    break
         except ValueError as error:  # a model may have more words than its tokenizer
             raise ApiError(500, f"this request failed: {error}") from None
+        return Piece(index, tuple(join_events(events)), tuple(tokens[:taken]))
 
     def abort(self) -> None:
         """End a turn that nobody will read."""
@@ -266,6 +276,14 @@ class Turn:
                 else:
                     choices[piece.index].add(piece)
         return choices
+
+
+def _by_choice(batch: Sequence[Output]) -> dict[int, list[Output]]:
+    """Outputs that came together, by the choice that they belong to."""
+    found: dict[int, list[Output]] = {}
+    for output in batch:
+        found.setdefault(output.index, []).append(output)
+    return found
 
 
 def token_entry(front: Front, token: int, logprob: float | None) -> Json:

@@ -6,8 +6,32 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from threading import Condition
+from weakref import WeakKeyDictionary
 
 from rille.serve.schema import Finished, Output
+
+
+class Alarm:
+    """Wakes readers of one event loop from another thread: one call into the loop for all whom a step has something
+    for, since each such call is a system call."""
+
+    def __init__(self) -> None:
+        self._asleep = deque[asyncio.Event]()
+        self._is_ringing = False
+
+    def wake(self, loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+        self._asleep.append(event)  # before the look at `_is_ringing`, as `_ring` resets that before it looks here
+        if not self._is_ringing and not loop.is_closed():
+            self._is_ringing = True
+            loop.call_soon_threadsafe(self._ring)
+
+    def _ring(self) -> None:
+        self._is_ringing = False
+        while self._asleep:
+            self._asleep.popleft().set()
+
+
+_ALARMS: WeakKeyDictionary[asyncio.AbstractEventLoop, Alarm] = WeakKeyDictionary()
 
 
 class RequestHandle:
@@ -47,17 +71,23 @@ class RequestHandle:
                     self._changed.wait_for(lambda: bool(self._outputs))
 
     async def __aiter__(self) -> AsyncIterator[Output]:
+        async for batch in self.batches():
+            for output in batch:
+                yield output
+
+    async def batches(self) -> AsyncIterator[list[Output]]:
+        """The same, all that has come since the last look at once: a reader who is slow looks less often."""
         loop, there = asyncio.get_running_loop(), asyncio.Event()
-
-        def wake() -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(there.set)
-
+        alarm = _ALARMS.setdefault(loop, Alarm())
         with self._changed:
-            self._wake = wake
+            self._wake = lambda: alarm.wake(loop, there)
         while self._open:
             there.clear()
-            if (output := self._next()) is not None:
-                yield output
+            with self._changed:
+                batch = list(self._outputs)
+                self._outputs.clear()
+            if batch:
+                self._open -= sum(isinstance(output, Finished) for output in batch)
+                yield batch
             else:
                 await there.wait()

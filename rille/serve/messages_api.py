@@ -21,10 +21,11 @@ from rille.serve.front import Front, Turn
 from rille.serve.history import from_anthropic
 from rille.serve.replying import Call, Ended, Gathered
 from rille.serve.schema import Usage
-from rille.serve.sse import event
+from rille.serve.sse import HOLE, Form, event
 from rille.text.reply import CallArguments, CallBegin, Content, Event, Reasoning
 
 SIGNATURE = "rille"
+_TEXTS = {"thinking_delta": "thinking", "text_delta": "text", "input_json_delta": "partial_json"}
 _EFFORT_UP_TO = ((4_096, "low"), (16_384, "high"))  # tokens of a thinking budget; above: max
 
 
@@ -197,7 +198,7 @@ def _tool_use(name: str, arguments: Any) -> Json:
 async def stream(turn: Turn, model: str, stops: tuple[str, ...]) -> AsyncGenerator[bytes, None]:
     """The same reply as events."""
     yield _named({"type": "message_start", "message": _message(turn, model)})
-    writer = _BlockWriter()
+    writer, written = _BlockWriter(), _Written()
     async with aclosing(turn.pieces()) as pieces:
         async for piece in pieces:
             if isinstance(piece, Ended):
@@ -207,12 +208,29 @@ async def stream(turn: Turn, model: str, stops: tuple[str, ...]) -> AsyncGenerat
                 continue
             for one in piece.events:
                 for body in writer.write(one):
-                    yield _named(body)
+                    yield written.bytes(body)
     yield _named({"type": "message_stop"})
 
 
 def _named(body: Json) -> bytes:
     return event(body, body["type"])
+
+
+class _Written:
+    """Events as bytes. What the deltas of one block have in common is made once."""
+
+    def __init__(self) -> None:
+        self._block, self._form = (-1, ""), Form({})
+
+    def bytes(self, body: Json) -> bytes:
+        delta = body.get("delta")
+        if delta is None or (key := _TEXTS.get(delta["type"])) is None:
+            return _named(body)
+        block = body["index"], key
+        if block != self._block:
+            self._block = block
+            self._form = Form({**body, "delta": {**delta, key: HOLE}}, body["type"])
+        return self._form.fill(delta[key])
 
 
 class _BlockWriter:

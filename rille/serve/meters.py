@@ -10,10 +10,11 @@ from itertools import accumulate
 from time import perf_counter
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from rille.serve.counts import Counts
 from rille.serve.schema import EngineStats, Finished, FinishReason, MissReason, ServingEngine, Usage
 from rille.serve.schema import Histogram as Values
 
@@ -61,19 +62,19 @@ class Meters:
     def __init__(self, engine: ServingEngine, model: str) -> None:
         self._registry = CollectorRegistry()
         self.num_stopped = 0  # choices that a stop string ended here, while the engine saw only that somebody aborted
+        self.first, self.between, self.each = Counts(FIRST), Counts(BETWEEN), Counts(BETWEEN)
+        self.whole, self.read, self.written = Counts(WHOLE), Counts(LENGTHS), Counts(LENGTHS)
         self._registry.register(_FromStats(engine, model, self))
         ProcessCollector(registry=self._registry)
-        self.first, self.between, self.each, self.whole, self.read, self.written = (
-            Histogram(name, text, ["model_name"], registry=self._registry, buckets=buckets).labels(model)
-            for name, text, buckets in (
-                ("vllm:time_to_first_token_seconds", "from submission to the first token", FIRST),
-                ("vllm:inter_token_latency_seconds", "between two tokens of a choice", BETWEEN),
-                ("vllm:request_time_per_output_token_seconds", "mean of that over a choice", BETWEEN),
-                ("vllm:e2e_request_latency_seconds", "from submission to the end of a choice", WHOLE),
-                ("vllm:request_prompt_tokens", "tokens of a prompt, for each choice that ended", LENGTHS),
-                ("vllm:request_generation_tokens", "tokens of a choice that ended", LENGTHS),
-            )
-        )
+
+    def seen_here(self) -> Iterator[tuple[str, str, Values]]:
+        """Name, text and values of the histograms that are kept here."""
+        yield "vllm:time_to_first_token_seconds", "from submission to the first token", self.first.read()
+        yield "vllm:inter_token_latency_seconds", "between two tokens of a choice", self.between.read()
+        yield "vllm:request_time_per_output_token_seconds", "mean of that over a choice", self.each.read()
+        yield "vllm:e2e_request_latency_seconds", "from submission to the end of a choice", self.whole.read()
+        yield "vllm:request_prompt_tokens", "tokens of a prompt, for each choice that ended", self.read.read()
+        yield "vllm:request_generation_tokens", "tokens of a choice that ended", self.written.read()
 
     def text(self) -> bytes:
         """All of it in Prometheus' text format."""
@@ -90,13 +91,15 @@ class Meter:
         self._first: dict[int, float] = {}
         self._last: dict[int, float] = {}
 
-    def token(self, index: int) -> None:
-        now = perf_counter()
-        if index in self._last:
-            self._meters.between.observe(now - self._last[index])
-        else:
-            self._meters.first.observe(now - self._started)
-            self._first[index] = now
+    def tokens(self, index: int, count: int) -> None:
+        """So many tokens of a choice have come at once."""
+        now, last = perf_counter(), self._last.get(index)
+        if last is None:
+            self._meters.first.add(now - self._started)
+            self._first[index] = last = now
+            count -= 1
+        if count:
+            self._meters.between.add((now - last) / count, count)
         self._last[index] = now
 
     def ended(self, finished: Finished, usage: Usage, stopped: bool) -> None:
@@ -105,11 +108,11 @@ class Meter:
         meters.num_stopped += stopped and finished.reason == "abort"
         if not stopped and finished.reason not in ("stop", "length"):
             return
-        meters.whole.observe(perf_counter() - self._started)
-        meters.read.observe(usage.prompt_tokens)
-        meters.written.observe(usage.completion_tokens)
+        meters.whole.add(perf_counter() - self._started)
+        meters.read.add(usage.prompt_tokens)
+        meters.written.add(usage.completion_tokens)
         if usage.completion_tokens > 1 and (first := self._first.get(finished.index)) is not None:
-            meters.each.observe((self._last[finished.index] - first) / (usage.completion_tokens - 1))
+            meters.each.add((self._last[finished.index] - first) / (usage.completion_tokens - 1))
 
 
 class _FromStats(Collector):
@@ -128,6 +131,8 @@ class _FromStats(Collector):
         yield self._gauge("vllm:kv_cache_usage_perc", "share of the pages that running sequences hold", share)
         for name, (field, text) in _HISTOGRAMS.items():
             yield self._histogram(name, text, getattr(stats, field))
+        for name, text, values in self._meters.seen_here():
+            yield self._histogram(name, text, values)
         yield self._config(stats)
         yield from self._labelled(stats)
 

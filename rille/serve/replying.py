@@ -23,12 +23,12 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 @dataclass(frozen=True)
 class Piece:
-    """What became known of choice `index`: events without faults and ends, and the token that brought them, None at the
-    end."""
+    """What became known of choice `index`: events without faults and ends, and the tokens that brought them (none at
+    the end)."""
 
     index: int
     events: tuple[Event, ...]
-    token: TokenOutput | None
+    tokens: tuple[TokenOutput, ...]
 
 
 @dataclass(frozen=True)
@@ -152,8 +152,7 @@ class Gathered:
         self.end: Ended | None = None
 
     def add(self, piece: Piece) -> None:
-        if piece.token is not None:
-            self.tokens.append(piece.token)
+        self.tokens += piece.tokens
         for event in piece.events:
             match event:
                 case Reasoning(text):

@@ -21,7 +21,7 @@ from rille.serve.front import Turn
 from rille.serve.history import from_responses
 from rille.serve.replying import Ended
 from rille.serve.schema import Usage
-from rille.serve.sse import event
+from rille.serve.sse import HOLE, Form, event
 from rille.text.reply import CallArguments, CallBegin, Content, Event, Reasoning
 
 
@@ -236,13 +236,29 @@ async def whole(response: Response) -> Json:
     return last["response"]
 
 
+class _Written:
+    """Events as bytes. What the deltas of one item have in common is made once."""
+
+    def __init__(self) -> None:
+        self._item, self._form = ("", ""), Form({})
+
+    def bytes(self, told: Json) -> bytes:
+        if "delta" not in told:
+            return event(told, told["type"])
+        item = told["item_id"], told["type"]
+        if item != self._item:
+            self._item = item
+            self._form = Form({**told, "sequence_number": HOLE, "delta": HOLE}, told["type"])
+        return self._form.fill(told["sequence_number"], told["delta"])
+
+
 async def stream(response: Response) -> AsyncGenerator[bytes, None]:
     """The same reply as events; one that fails says so in its last event."""
+    written = _Written()
     try:
         async with aclosing(response.events()) as events:
             async for told in events:
-                yield event(told, told["type"])
+                yield written.bytes(told)
     except ApiError as error:
         failed = response.body("failed", error={"code": error.code or "server_error", "message": str(error)})
-        told = response.numbered("response.failed", response=failed)
-        yield event(told, told["type"])
+        yield written.bytes(response.numbered("response.failed", response=failed))

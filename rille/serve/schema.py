@@ -249,12 +249,14 @@ class EngineStats:
 
 
 class Handle(Protocol):
-    """A request under way. Iterate it from any thread, or with `async for`; one reader only."""
+    """A request under way. Iterate it from any thread, or with `async for`; one reader only. batches: the same in lists
+    of what has come meanwhile."""
 
     @property
     def id(self) -> str: ...
     def __iter__(self) -> Iterator[Output]: ...
     def __aiter__(self) -> AsyncIterator[Output]: ...
+    def batches(self) -> AsyncIterator[list[Output]]: ...
 
 
 class ServingEngine(Protocol):

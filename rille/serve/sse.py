@@ -18,17 +18,33 @@ PING = b": still here\n\n"
 DONE = b"data: [DONE]\n\n"
 
 
+HOLE = "\0hole"
+_encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
 def to_json(value: Any) -> bytes:
     """Compact JSON in UTF-8. A lone surrogate, which UTF-8 has no bytes for, stands as its escape."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(
-        "utf-8", "backslashreplace"
-    )
+    return _encoder.encode(value).encode("utf-8", "backslashreplace")
 
 
 def event(value: Any, name: str | None = None) -> bytes:
     """One event."""
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
     return head + b"data: " + to_json(value) + b"\n\n"
+
+
+class Form:
+    """Events that are the same but for the values at their holes (`HOLE`): the rest becomes JSON once."""
+
+    def __init__(self, value: Any, name: str | None = None) -> None:
+        self._parts = event(value, name).split(to_json(HOLE))
+
+    def fill(self, *values: Any) -> bytes:
+        """The event with these values, one for each hole, in order."""
+        filled = [self._parts[0]]
+        for value, part in zip(values, self._parts[1:], strict=True):
+            filled += (to_json(value), part)
+        return b"".join(filled)
 
 
 async def with_pings(stream: AsyncGenerator[bytes, None], silence_s: float = SILENCE_S) -> AsyncGenerator[bytes, None]:
@@ -38,6 +54,8 @@ async def with_pings(stream: AsyncGenerator[bytes, None], silence_s: float = SIL
     """
     parts: list[bytes] = []
     there = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    heard = loop.time()
 
     async def pump() -> None:
         try:
@@ -46,24 +64,30 @@ async def with_pings(stream: AsyncGenerator[bytes, None], silence_s: float = SIL
                     parts.append(part)
                     there.set()
         finally:
-            there.set()
+            there.set()  # and when whoever waits goes on, this task is done
 
-    pumping = asyncio.ensure_future(pump())
+    def ping() -> None:
+        nonlocal clock
+        left = heard + silence_s - loop.time()
+        if left <= 0:
+            left = silence_s
+            parts.append(PING)
+            there.set()
+        clock = loop.call_later(left, ping)
+
+    pumping, clock = asyncio.ensure_future(pump()), loop.call_later(silence_s, ping)
     try:
         while parts or not pumping.done():
             there.clear()
             if parts:
                 together = b"".join(parts)
                 parts.clear()
+                heard = loop.time()
                 yield together
                 continue
-            try:
-                async with asyncio.timeout(silence_s):
-                    await there.wait()
-                    await asyncio.sleep(0)  # the pump may be about to end
-            except TimeoutError:
-                yield PING
+            await there.wait()
         pumping.result()  # raises what the stream raised
     finally:
+        clock.cancel()
         pumping.cancel()
         await asyncio.wait({pumping})

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 
+from rille.serve.counts import Counts
 from rille.serve.scheduler import Scheduler, Step
-from rille.serve.schema import EngineStats, Finished, FinishReason, Histogram, Output, TokenOutput
+from rille.serve.schema import EngineStats, Finished, FinishReason, Output, TokenOutput
 from rille.serve.sequences import Part
 
 STEP_TOKENS = tuple(float(1 << power) for power in range(15))
 RESUMED_TOKENS = (0.0, *(float(1 << power) for power in range(6, 21)))
-
-
-class Counts:
-    """A histogram that grows."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds, self._counts, self._total = tuple(bounds), [0] * (len(bounds) + 1), 0.0
-
-    def add(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._total += value
-
-    def read(self) -> Histogram:
-        return Histogram(self._bounds, tuple(self._counts), self._total)
 
 
 class Totals:

@@ -104,7 +104,10 @@ class Reply:
 def join_events(events: Iterable[Event]) -> list[Event]:
     """The same events, neighbouring pieces of one text joined: a form that no cutting of the output changes."""
     joined: list[Event] = []
-    for _, group in groupby(events, key=lambda event: (type(event), getattr(event, "index", None))):
+    every = list(events)
+    if len(every) < 2:  # as for most single tokens
+        return every
+    for _, group in groupby(every, key=lambda event: (type(event), getattr(event, "index", None))):
         run = list(group)
         first = run[0]
         if isinstance(first, Reasoning | Content | CallArguments):

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from rille.serve.sse import PING, event, to_json, with_pings
+from rille.serve.sse import HOLE, PING, Form, event, to_json, with_pings
 
 
 class Source:
@@ -77,3 +77,12 @@ def test_events_are_json_in_lines():
     assert json.loads(to_json({"half": "\ud800"})) == {"half": "\ud800"}
     with pytest.raises(ValueError, match="JSON"):
         to_json({"no": float("nan")})
+
+
+@pytest.mark.parametrize("text", ["", "plain", 'quo"te\n\\', "é 🙂 \u2028", "\ud800", HOLE])
+def test_a_form_is_the_event_it_was_made_from(text):
+    form = Form({"n": HOLE, "delta": {"text": HOLE}, "end": None}, "name")
+    for number in (0, [1, 2]):
+        assert form.fill(number, text) == event({"n": number, "delta": {"text": text}, "end": None}, "name")
+    with pytest.raises(ValueError, match="zip"):
+        form.fill(1)

@@ -1,0 +1,78 @@
+"""What lies between the engine's thread and who reads: nothing is lost, and who is slow gets more at once."""
+
+import asyncio
+import threading
+
+import pytest
+
+from rille.serve.front import Abilities, Front, Turn
+from rille.serve.handle import RequestHandle
+from rille.serve.replying import ChatReader, Ended, TextReader
+from rille.serve.schema import Finished, TokenOutput, Usage
+from tests.serve.scripted import reply_ids, small_tokenizer
+from tests.serve.served import ScriptedEngine
+
+
+@pytest.fixture(scope="module")
+def front():
+    tokenizer = small_tokenizer()
+    return Front(ScriptedEngine(tokenizer), tokenizer, Abilities(names=("tiny",), max_length=1000))
+
+
+def end(count: int, index: int = 0) -> Finished:
+    return Finished(index, "stop", Usage(3, 0, count))
+
+
+def read(front: Front, handle: RequestHandle, readers) -> list:
+    async def listen():
+        return [piece async for piece in Turn(front, handle, readers, 3, 0.0, has_thinking=False).pieces()]
+
+    return asyncio.run(listen())
+
+
+def test_what_came_at_once_is_one_piece(front):
+    handle = RequestHandle("a", 2)
+    for number in range(5):
+        handle.put([TokenOutput(index, 10 * index + number, None, text=f"{number},") for index in range(2)])
+    handle.put([end(5), end(5, index=1)])
+    pieces = read(front, handle, [TextReader(), TextReader()])
+    assert [type(piece).__name__ for piece in pieces] == ["Piece", "Ended"] * 2
+    for index, piece in enumerate(pieces[::2]):
+        assert [token.token for token in piece.tokens] == [10 * index + number for number in range(5)]
+        assert piece.index == index and "".join(event.text for event in piece.events) == "0,1,2,3,4,"
+
+
+def test_a_piece_ends_where_a_stop_string_does(front):
+    ids = reply_ids(front.tokenizer, thinking=False, content="one STOP and much more")
+    handle = RequestHandle("b", 1)
+    handle.put([*(TokenOutput(0, token, None) for token in ids), end(len(ids))])
+    reader = ChatReader(front.tokenizer, "response", drop_calls=True, stops=["STOP"])
+    piece, last = read(front, handle, [reader])
+    assert isinstance(last, Ended) and last.matched == "STOP"
+    assert "".join(event.text for event in piece.events) == "one "
+    assert last.usage.completion_tokens == len(piece.tokens) < len(ids)
+    assert "b" in front.engine.aborted
+
+
+def test_nothing_is_lost_between_threads():
+    """Many readers of one loop, all told of by one call into it."""
+    handles = [RequestHandle(str(number), 1) for number in range(50)]
+
+    def write():
+        for token in range(200):
+            for handle in handles:
+                handle.put([TokenOutput(0, token, None)])
+        for handle in handles:
+            handle.put([end(200)])
+
+    async def listen(handle):
+        return [output async for output in handle]
+
+    async def all_of_them():
+        tasks = [asyncio.ensure_future(listen(handle)) for handle in handles]
+        writer = threading.Thread(target=write)
+        writer.start()
+        return await asyncio.wait_for(asyncio.gather(*tasks), 60)
+
+    for outputs in asyncio.run(all_of_them()):
+        assert [output.token for output in outputs[:-1]] == list(range(200)) and isinstance(outputs[-1], Finished)
