@@ -32,7 +32,8 @@ class Plan:
     """How programs cover rows. VEC elements of BLOCK make one load. Registers are limited so that
     `forward_programs` and `programs` run on a processor at once; the latter share the rows backward.
 
-    Forward: STEP rows one after another, sources in groups of GROUP. Backward: sources in groups of `backward_group`,
+    Forward: STEP rows one after another, sources in groups of GROUP, the whole row PREFETCH rows on asked for into the
+    cache (None: none is). Backward: sources in groups of `backward_group`,
     or one at a time in a loop (`loops`).
     """
 
@@ -46,6 +47,7 @@ class Plan:
     backward_warps: int
     programs: int
     loops: bool
+    PREFETCH: int | None = None
 
 
 @cache
@@ -110,7 +112,7 @@ def mix(
         flags |= dict(D=D, BLOCK=p.BLOCK, LANES=32 * p.forward_warps, VEC=p.VEC, num_warps=p.forward_warps)
         flags |= dict(maxnreg=registers_of_a_thread(p.forward_warps, p.forward_programs))
         launch: Any = mix_kernels.mix_forward[(-(-N // p.STEP),)]
-        launch(*arguments, STEP=p.STEP, GROUP=p.GROUP, **flags)
+        launch(*arguments, STEP=p.STEP, GROUP=p.GROUP, PREFETCH=None if interpreting() else p.PREFETCH, **flags)
     return out, running, stats
 
 

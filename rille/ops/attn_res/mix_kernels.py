@@ -96,17 +96,37 @@ def load_group(
 
 
 @triton.jit
+def prefetch_row(sources, start, D: tl.constexpr, LANES: tl.constexpr):
+    """Ask for a row of every source, so that it comes into the cache: no register waits for it. A thread a line."""
+    R: tl.constexpr = len(sources)
+    LINE: tl.constexpr = 1024 // sources[0].dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
+    LINES: tl.constexpr = (D + LINE - 1) // LINE
+    for first in tl.static_range(0, R * LINES, LANES):
+        i_L = tl.minimum(first + tl.arange(0, LANES), R * LINES - 1)
+        at_L = sources[0] + start + tl.minimum(i_L * LINE, D - 1)
+        for j in tl.static_range(1, R):
+            if first < (j + 1) * LINES and first + LANES > j * LINES:
+                at_L = tl.where(i_L >= j * LINES, sources[j] + start + (i_L - j * LINES) * LINE, at_L)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at_L], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def mix_forward(
     sources, update, query, gain, norm_gain, out, running, stats, N, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr,
-    VEC: tl.constexpr, UPDATE: tl.constexpr, NORM: tl.constexpr, STATS: tl.constexpr,
+    VEC: tl.constexpr, UPDATE: tl.constexpr, NORM: tl.constexpr, STATS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
-    """Grid (N / STEP)."""
+    """Grid (N / STEP). PREFETCH: so many rows on, a row is asked for into the cache; None: no row is."""
     R: tl.constexpr = len(sources)
     d_B = tl.arange(0, BLOCK)
     first_row = tl.program_id(0).to(tl.int64) * STEP
     for row in range(first_row, tl.minimum(first_row + STEP, N)):
         start = row * D
+        if PREFETCH is not None:  # noqa: SIM102  (settled when it is compiled)
+            if row + PREFETCH < N:
+                prefetch_row(sources, start + PREFETCH * D, D, LANES)
         h_B = mixture(
             sources, update, query, gain, running, stats + row * (2 * R + NORM), start, d_B, eps, D, BLOCK, GROUP,
             LANES, VEC, UPDATE, STATS,

@@ -23,10 +23,11 @@ def specimen(name: str, kernel: Any, R: int, D: int, warps: int, constexprs: dic
 FLAGS = {"update": "UPDATE", "norm_gain": "NORM"}
 
 
-def forward(R: int, D: int, fused: bool = False) -> Specimen:
+def forward(R: int, D: int, fused: bool = False, prefetch: int | None = None) -> Specimen:
     p, name = mix.plan(R, D, 2, fused), f"forward_r{R}_d{D}{'_site' if fused else ''}"
+    name += "_ahead" if prefetch is not None else ""
     sizes: dict[str, Any] = dict(D=D, BLOCK=p.BLOCK, LANES=32 * p.forward_warps, VEC=p.VEC)
-    sizes |= dict(STEP=p.STEP, GROUP=p.GROUP)
+    sizes |= dict(STEP=p.STEP, GROUP=p.GROUP, PREFETCH=prefetch)
     kernel = mix_kernels.mix_forward
     flags = dict(UPDATE=fused, NORM=fused, STATS=True)
     most = mix.registers_of_a_thread(p.forward_warps, p.forward_programs)
@@ -48,3 +49,4 @@ def backward(R: int, D: int, fused: bool = False) -> Specimen:
 
 SHAPES = [(9, 7168), (5, 7168), (9, 4096), (4, 2048), (5, 512)]
 SPECIMENS = [make(R, D, fused) for R, D in SHAPES for fused in (False, True) for make in (forward, backward)]
+SPECIMENS += [forward(9, 7168, fused, 264) for fused in (False, True)]
