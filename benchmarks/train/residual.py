@@ -1,6 +1,7 @@
 """What Attention Residuals cost a training step: one model with plain residuals and with both forms of the mixtures.
 
-    PYTHONPATH=. python3 benchmarks/train/residual.py [--work nano|wide] [--rounds 7] [--tokens FILE] [--out FOLDER]
+    PYTHONPATH=. python3 benchmarks/train/residual.py [--work nano|wide] [--rounds 7] [--micro N]
+        [--tokens FILE] [--out FOLDER]
 
 One process, one set of weights and optimiser states: the sites are changed between steps, which alternate (plain, one
 phase, two phases, the chosen form; and again), so that clocks, memory and routing are the same for all. "nano": the
@@ -82,8 +83,9 @@ def one_step(stepper: Stepper) -> tuple[float, float, float]:
     return (time.perf_counter() - started) * 1e3, host * 1e3, float(loss)
 
 
-def measure(work: str, tokens: np.ndarray | None, rounds: int) -> dict[str, Any]:
-    config, micro = WORKS[work]
+def measure(work: str, micro: int | None, tokens: np.ndarray | None, rounds: int) -> dict[str, Any]:
+    config, usual = WORKS[work]
+    micro = micro or usual
     if tokens is None:
         tokens = drawn(config.vocab_size, 4 * micro + 1)
     stepper = Stepper(config, tokens, micro, OptimConfig(rule="adamw", lr=1e-3))
@@ -123,10 +125,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--work", choices=tuple(WORKS), default="nano")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--micro", type=int, help=f"tokens of a step, a multiple of {SEQUENCE}; by default the work's")
     parser.add_argument("--tokens", type=Path, help="ids of real text, one flat array")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    row = measure(options.work, np.load(options.tokens) if options.tokens else None, options.rounds)
+    row = measure(options.work, options.micro, np.load(options.tokens) if options.tokens else None, options.rounds)
     show(row)
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
