@@ -98,7 +98,7 @@ def test_rows_of_x_that_lie_apart() -> None:
 
 @pytest.mark.parametrize(("N", "E", "A", "tile"), [(1, 1, 1, 8), (1, 896, 16, 8), (8, 112, 16, 8), (33, 3, 2, 16)])
 def test_places(N: int, E: int, A: int, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, ids, _ = draw(N, E, A, 32)
+    x, ids, _ = draw(N, E, A, 96)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(2**30))
     tiles = launches.tiles_bound(N * A, E, tile)
@@ -111,8 +111,10 @@ def test_places(N: int, E: int, A: int, tile: int, monkeypatch: pytest.MonkeyPat
     used = places.expert_of_tile[places.expert_of_tile >= 0]
     wanted = [e for e in sorted(set(ids.flatten().tolist())) for _ in range(-(-int((ids == e).sum()) // tile))]
     assert used.tolist() == wanted, "an expert has no tile more than it needs, so its weights are read once"
-    order = [8 * (j // 8) + c for j in range(0, 32, 8) for c in (0, 4, 1, 5, 2, 6, 3, 7)]
-    assert torch.equal(ordered, x[:, order])
+    for place in range(96):  # 8 places of each of four lanes, then the next 8; the lane without columns has none
+        column = 8 * (place // 8) + (0, 4, 1, 5, 2, 6, 3, 7)[place % 8]
+        lane, eight = place // 32, place % 32 // 8
+        assert torch.equal(ordered[:, 32 * eight + 8 * lane + place % 8], x[:, column])
 
 
 def decoded_by_bits(word: int, byte: int) -> list[float]:

@@ -15,7 +15,7 @@ a word of 8 codes n0 .. n7 the four pairs (n0, n4) (n1, n5) (n2, n6) (n3, n7). F
     * 2^(byte - 33)              the value times 2^-32, exact for scale bytes 27 to 160
 
 17 instructions for 8 weights; 2^32 comes back with the sums. x and act lie in the order that this asks for
-(`expert_kernels.py`). The loop that the compiler makes of it has 3.0 instructions a weight, loads and addresses
+(`expert_kernels.py`). The loops that the compiler makes of it have 3.0 and 3.2 instructions a weight, loads and addresses
 included, and the card has slots for 3.9 at the speed of a copy. What is read next is on its way while this is decoded:
 4 KB a warp.
 
@@ -51,6 +51,20 @@ CODES = gl.constexpr(
 )
 WORDS = gl.constexpr(gl.SliceLayout(3, CODES.value))
 GROUPS = gl.constexpr(gl.SliceLayout(2, WORDS.value))
+
+
+@gluon.constexpr_function
+def pieces_of(TILE):
+    """The right operand, [256, TILE], as [32, 8, TILE]."""
+    more = [[0, 0, n] for n in (8, 16) if n < TILE]
+    return gl.DistributedLinearLayout(
+        [[0, 1, 0], [0, 2, 0], [0, 4, 0], [1, 0, 0], [2, 0, 0], [16, 0, 0], *more],
+        [[4, 0, 0], [8, 0, 0], [0, 0, 1], [0, 0, 2], [0, 0, 4]],
+        [[0, 0, 0], [0, 0, 0]],
+        [],
+        [32, 8, TILE],
+    )
+
 
 DECODE = gl.constexpr("""{
     .reg .b32 a, b, c, d, high;
@@ -103,11 +117,27 @@ def decode(word_MGW, scale_MG):
 
 
 @gluon.jit
+def slot(j):
+    """Where place j of a row lies: the 32 that a lane takes are apart, so that 4 lanes read 64 bytes together."""
+    return j // 128 * 128 + j % 32 // 8 * 32 + j % 128 // 32 * 8 + j % 8
+
+
+@gluon.jit
 def right(x, there_N, at_N, k, K: gl.constexpr):
     """The right operand [K, N] of the step at column k."""
-    j_K = gl.arange(0, STEP, gl.SliceLayout(1, RIGHT)) + k
-    there_KN = there_N[None, :] & (j_K < K)[:, None]
-    return gl.load(x + at_N[None, :] + j_K[:, None], mask=there_KN, other=0.0)
+    TILE: gl.constexpr = there_N.shape[0]
+    PIECES: gl.constexpr = pieces_of(TILE)
+    q_Q = gl.arange(0, STEP // 8, gl.SliceLayout(1, gl.SliceLayout(2, PIECES)))
+    e_E = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, PIECES)))
+    ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, PIECES))
+    there_N = gl.convert_layout(there_N, ROW, assert_trivial=True)
+    at_N = gl.convert_layout(at_N, ROW, assert_trivial=True) + k
+    slot_QE = (q_Q // 16 * 128 + q_Q % 4 * 32 + q_Q % 16 // 4 * 8)[:, None] + e_E[None, :]
+    there_QE = (q_Q * 8 + k < K)[:, None] & (e_E < 8)[None, :]
+    at_QEN = gl.expand_dims(slot_QE, 2) + gl.expand_dims(gl.expand_dims(at_N, 0), 0)
+    there_QEN = gl.expand_dims(there_QE, 2) & gl.expand_dims(gl.expand_dims(there_N, 0), 0)
+    x_QEN = gl.load(x + at_QEN, mask=there_QEN, other=0.0)
+    return gl.convert_layout(x_QEN.reshape([STEP, TILE]), RIGHT, assert_trivial=True)
 
 
 @gluon.jit
@@ -141,6 +171,8 @@ def first_product(
     """Grid (tiles * F / 64). x [N, L] and act [rows, F] in the order of the pairs, codes [E, 2F, L / 2], scales
     [E, 2F, L / 32]."""
     blocks: gl.constexpr = (F + ROWS - 1) // ROWS
+    row_x: gl.constexpr = (L + 127) // 128 * 128
+    row_act: gl.constexpr = (F + 127) // 128 * 128
     tile, row = gl.program_id(0) // blocks, gl.program_id(0) % blocks * ROWS
     expert = gl.load(expert_of_tile + tile)
     if expert >= 0:
@@ -150,7 +182,7 @@ def first_product(
         gate_MGW, gate_scale_MG = fetch(codes, scales, row, F, 0, L)
         up_MGW, up_scale_MG = fetch(up_codes, up_scales, row, F, 0, L)
         _, pair_N = pairs_of(pair_of_row, tile, TILE, RIGHT)
-        token_N = gl.maximum(pair_N, 0) // ACTIVE * L
+        token_N = gl.maximum(pair_N, 0) // ACTIVE * row_x
         h_MN = gl.zeros([ROWS, TILE], gl.float32, MMA)
         u_MN = gl.zeros([ROWS, TILE], gl.float32, MMA)
         for k in range(0, L, STEP):
@@ -163,9 +195,9 @@ def first_product(
         act_MN = activation(h_MN * 4294967296.0, u_MN * 4294967296.0, A, B, CAPPED)
         out_N, pair_N = pairs_of(pair_of_row, tile, TILE, MMA)
         f_M = row + gl.arange(0, ROWS, gl.SliceLayout(1, MMA))
-        place_M = f_M // 8 * 8 + f_M % 4 * 2 + f_M % 8 // 4
+        place_M = slot(f_M // 8 * 8 + f_M % 4 * 2 + f_M % 8 // 4)
         there_MN = (f_M < F)[:, None] & (pair_N >= 0)[None, :]
-        gl.store(act + out_N[None, :] * F + place_M[:, None], act_MN.to(act.dtype.element_ty), mask=there_MN)
+        gl.store(act + out_N[None, :] * row_act + place_M[:, None], act_MN.to(act.dtype.element_ty), mask=there_MN)
 
 
 @gluon.jit
@@ -175,6 +207,7 @@ def second_product(
     """Grid (tiles * L / 64). act [rows, F] in the order of the pairs, codes [E, L, F / 2], scales [E, L, F / 32], y
     [rows, L] fp32. Two steps of columns are on the way together."""
     blocks: gl.constexpr = (L + ROWS - 1) // ROWS
+    row_act: gl.constexpr = (F + 127) // 128 * 128
     tile, row = gl.program_id(0) // blocks, gl.program_id(0) % blocks * ROWS
     expert = gl.load(expert_of_tile + tile)
     if expert >= 0:
@@ -183,7 +216,7 @@ def second_product(
         a_MGW, a_scale_MG = fetch(codes, scales, row, L, 0, F)
         b_MGW, b_scale_MG = fetch(codes, scales, row, L, STEP, F)
         row_N, pair_N = pairs_of(pair_of_row, tile, TILE, RIGHT)
-        there_N, at_N = pair_N >= 0, row_N * F
+        there_N, at_N = pair_N >= 0, row_N * row_act
         y_MN = gl.zeros([ROWS, TILE], gl.float32, MMA)
         z_MN = gl.zeros([ROWS, TILE], gl.float32, MMA)
         for k in range(0, F, 2 * STEP):

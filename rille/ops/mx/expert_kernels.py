@@ -1,7 +1,9 @@
 """Few rows for many packed experts: where they go, in which order their columns lie, and the products in plain Triton.
 
     places     rows of an expert begin at a multiple of TILE, as in `rille.ops.moe.permute_kernels`, here by one program
-    order      column 8 w + c of a row lies at 8 w + 2 (c % 4) + c // 4: n0 n4 n1 n5 n2 n6 n3 n7
+    order      column 8 w + c of a row is in place 8 w + 2 (c % 4) + c // 4: n0 n4 n1 n5 n2 n6 n3 n7. A lane takes 32
+               places, 8 at a time; 4 lanes' first 8 lie together, then their second 8, and so on: `slot`. Rows are
+               padded to whole 128.
     products   the twins of `expert_gluon.py`: same arguments, same order, weights decoded by arithmetic
 
 Suffixes: P pairs (token, choice), Q some of them, R rows; M rows of a weight, K columns of a step, N rows of x.
@@ -60,18 +62,25 @@ def prepare(
         across: tl.constexpr = (L + COLUMNS - 1) // COLUMNS
         n = ((tl.program_id(0) - 1) // across).to(tl.int64)
         j = (tl.program_id(0) - 1) % across * COLUMNS + tl.arange(0, COLUMNS)
-        tl.store(ordered + n * L + j, tl.load(x + n * x_row + column_at(j), mask=j < L), mask=j < L)
+        to: tl.constexpr = (L + 127) // 128 * 128
+        tl.store(ordered + n * to + slot(j), tl.load(x + n * x_row + column_at(j), mask=j < L), mask=j < L)
 
 
 @triton.jit
 def column_at(j):
-    """The column that lies at place j."""
+    """The column in place j."""
     return j // 8 * 8 + j % 8 // 2 + j % 2 * 4
 
 
 @triton.jit
 def place_of(column):
     return column // 8 * 8 + column % 4 * 2 + column % 8 // 4
+
+
+@triton.jit
+def slot(j):
+    """Where place j lies in a row."""
+    return j // 128 * 128 + j % 32 // 8 * 32 + j % 128 // 32 * 8 + j % 8
 
 
 @triton.jit
@@ -89,7 +98,7 @@ def weights(codes, scales, row, M, k, K: tl.constexpr, ROWS: tl.constexpr, STEP:
 def columns(x, there_N, at_N, k, K: tl.constexpr, STEP: tl.constexpr):
     """Rows of x from place k on, [K, N]."""
     j_K = k + tl.arange(0, STEP)
-    return tl.load(x + at_N[None, :] + j_K[:, None], mask=there_N[None, :] & (j_K < K)[:, None], other=0.0)
+    return tl.load(x + at_N[None, :] + slot(j_K)[:, None], mask=there_N[None, :] & (j_K < K)[:, None], other=0.0)
 
 
 @triton.jit
@@ -101,6 +110,8 @@ def first_product(
     """Grid (tiles * F / ROWS). x [N, L] and act [rows, F] in the order, codes int32 [E, 2F, L / 8], scales
     [E, 2F, L / 32]."""
     blocks: tl.constexpr = (F + ROWS - 1) // ROWS
+    row_x: tl.constexpr = (L + 127) // 128 * 128
+    row_act: tl.constexpr = (F + 127) // 128 * 128
     tile, row = tl.program_id(0) // blocks, tl.program_id(0) % blocks * ROWS
     expert = tl.load(expert_of_tile + tile)
     if expert >= 0:
@@ -109,7 +120,7 @@ def first_product(
         up_codes, up_scales = codes + F * (L // 8), scales + F * (L // 32)
         row_N = tile * TILE + tl.arange(0, TILE)
         pair_N = tl.load(pair_of_row + row_N)
-        token_N = tl.maximum(pair_N, 0) // ACTIVE * L
+        token_N = tl.maximum(pair_N, 0) // ACTIVE * row_x
         h_MN = tl.zeros([ROWS, TILE], tl.float32)
         u_MN = tl.zeros([ROWS, TILE], tl.float32)
         for k in range(0, L, STEP):
@@ -119,7 +130,11 @@ def first_product(
         act_MN = glu_forward_of(h_MN, u_MN, A, B, CAPPED, FAST)
         f_M = row + tl.arange(0, ROWS)
         there_MN = (f_M < F)[:, None] & (pair_N >= 0)[None, :]
-        tl.store(act + row_N[None, :] * F + place_of(f_M)[:, None], act_MN.to(act.dtype.element_ty), mask=there_MN)
+        tl.store(
+            act + row_N[None, :] * row_act + slot(place_of(f_M))[:, None],
+            act_MN.to(act.dtype.element_ty),
+            mask=there_MN,
+        )
 
 
 @triton.jit
@@ -130,6 +145,7 @@ def second_product(
     """Grid (tiles * L / ROWS). act [rows, F] in the order, codes int32 [E, L, F / 8], scales [E, L, F / 32], y
     [rows, L] fp32."""
     blocks: tl.constexpr = (L + ROWS - 1) // ROWS
+    row_act: tl.constexpr = (F + 127) // 128 * 128
     tile, row = tl.program_id(0) // blocks, tl.program_id(0) % blocks * ROWS
     expert = tl.load(expert_of_tile + tile)
     if expert >= 0:
@@ -139,7 +155,7 @@ def second_product(
         there_N = tl.load(pair_of_row + row_N) >= 0
         y_MN = tl.zeros([ROWS, TILE], tl.float32)
         for k in range(0, F, STEP):
-            x_KN = columns(act, there_N, row_N * F, k, F, STEP)
+            x_KN = columns(act, there_N, row_N * row_act, k, F, STEP)
             y_MN = tl.dot(weights(codes, scales, row, L, k, F, ROWS, STEP).to(x_KN.dtype), x_KN, y_MN, "ieee")
         l_M = row + tl.arange(0, ROWS)
         there_MN = (l_M < L)[:, None] & there_N[None, :]

@@ -18,12 +18,14 @@ POINTERS = {
 TYPES = {name: kind for kind, names in POINTERS.items() for name in names.split()}
 WHOLE = tuple(name for name in TYPES if name not in ("PAIRS", "TILES"))
 SHAPES = {"k3": (3584, 3072, 16), "nano": (256, 448, 6)}  # L, F, A
+GLUON = expert_gluon.first_product, expert_gluon.second_product
 GLU = dict(A=4.0, B=25.0, CAPPED=True)
 
 
 def specimen(name: str, kernel: Any, warps: int = 4, /, **constexprs: Any) -> Specimen:
     signature = {name: TYPES[name] for name in kernel.arg_names if name not in constexprs}
-    return Specimen(f"mx_{name}", kernel, signature, constexprs, warps, divisible=WHOLE)
+    most = experts_launch.REGISTERS[constexprs["TILE"]] if kernel in GLUON else None
+    return Specimen(f"mx_{name}", kernel, signature, constexprs, warps, divisible=WHOLE, maxnreg=most)
 
 
 def specimens() -> list[Specimen]:
@@ -31,7 +33,7 @@ def specimens() -> list[Specimen]:
     for size, (L, F, A) in SHAPES.items():
         for tile in (8, 32):
             sizes = dict(F=F, L=L, TILE=tile)
-            first, second = expert_gluon.first_product, expert_gluon.second_product
+            first, second = GLUON
             found.append(specimen(f"first_{size}_n{tile}", first, ACTIVE=A, **sizes, **GLU))
             found.append(specimen(f"second_{size}_n{tile}", second, **sizes))
     L, F, A = SHAPES["k3"]

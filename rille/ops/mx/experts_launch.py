@@ -17,6 +17,7 @@ from rille.ops.mx import expert_kernels
 
 ROWS = 64  # of a weight, a program
 STEP = 64  # columns of the twins
+REGISTERS = {8: 128, 16: 168, 32: 255}  # of a thread, by rows of x: with 8 four programs share a processor
 MOST_PAIRS = 2048  # that one program places
 
 
@@ -54,12 +55,12 @@ def _(x, ids, weights, w13, w13_scale, w2, w2_scale, cap_gate, cap_up, capped, t
 
 
 def prepare(x: Tensor, ids: Tensor, tile: int, tiles: int) -> tuple[Places, Tensor]:
-    """Places (without `ends`), and x [N, L] with its columns in the products' order."""
+    """Places (without `ends`), and x [N, L padded] with its columns in the products' order."""
     (N, L), pairs = x.shape, ids.numel()
     scratch, row_of_pair, pair_of_row, expert_of_tile = (
         torch.empty(size, dtype=torch.int32, device=x.device) for size in (pairs, pairs, tiles * tile, tiles)
     )
-    ordered = torch.empty(N, L, dtype=x.dtype, device=x.device)
+    ordered = torch.empty(N, padded(L), dtype=x.dtype, device=x.device)
     columns = min(1024, power_of_two(L))
     launch(
         expert_kernels.prepare, 1 + N * -(-L // columns),
@@ -73,10 +74,12 @@ def first_product(
     ordered: Tensor, codes: Tensor, scales: Tensor, places: Places, A: int, tile: int, glu: tuple[float, float, bool],
     twin: bool,
 ) -> Tensor:  # fmt: skip
-    """act [rows, F] in the second product's order; rows without a pair hold nothing. glu: caps, whether they count."""
-    (_, double, _), L, tiles = codes.shape, ordered.shape[1], len(places.expert_of_tile)
-    F, more = double // 2, dict(ROWS=ROWS, STEP=STEP, FAST=not INTERPRET) if twin or INTERPRET else {}
-    act = torch.empty(tiles * tile, F, dtype=ordered.dtype, device=ordered.device)
+    """act [rows, F padded] in the second product's order; rows without a pair hold nothing. glu: the caps, and whether
+    they count."""
+    (_, double, half), tiles = codes.shape, len(places.expert_of_tile)
+    F, L = double // 2, 2 * half
+    more = dict(ROWS=ROWS, STEP=STEP, FAST=not INTERPRET) if twin or INTERPRET else limits(tile)
+    act = torch.empty(tiles * tile, padded(F), dtype=ordered.dtype, device=ordered.device)
     tensors = ordered, codes.view(torch.int32), scales, act, places.pair_of_row, places.expert_of_tile
     launch(
         products(twin).first_product, tiles * -(-F // ROWS), tensors, F=F, L=L, ACTIVE=A, TILE=tile, A=glu[0], B=glu[1],
@@ -87,13 +90,23 @@ def first_product(
 
 def second_product(act: Tensor, codes: Tensor, scales: Tensor, places: Places, tile: int, twin: bool) -> Tensor:
     """y [rows, L] fp32; rows without a pair hold nothing."""
-    (_, L, _), F, tiles = codes.shape, act.shape[1], len(places.expert_of_tile)
-    more = dict(ROWS=ROWS, STEP=STEP) if twin or INTERPRET else {}
+    (_, L, half), tiles = codes.shape, len(places.expert_of_tile)
+    F = 2 * half
+    more = dict(ROWS=ROWS, STEP=STEP) if twin or INTERPRET else limits(tile)
     y = torch.empty(tiles * tile, L, dtype=torch.float32, device=act.device)
     tensors = act, codes.view(torch.int32), scales, y, places.pair_of_row, places.expert_of_tile
     programs = tiles * -(-L // ROWS)
     launch(products(twin).second_product, programs, tensors, L=L, F=F, TILE=tile, **more, num_warps=4)
     return y
+
+
+def limits(tile: int) -> dict[str, int]:
+    return dict(maxnreg=REGISTERS[tile])
+
+
+def padded(columns: int) -> int:
+    """Numbers from one row of x or of the activation to the next: whole 128, as the order wants."""
+    return -(-columns // 128) * 128
 
 
 def products(twin: bool) -> Any:
