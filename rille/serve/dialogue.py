@@ -213,7 +213,7 @@ def picture_urls(message: Mapping[str, Any]) -> list[str]:
     content = message.get("content")
     urls = []
     for part in content if isinstance(content, list) else []:
-        if part.get("type") in ("image", "image_url"):
+        if isinstance(part, Mapping) and part.get("type") in ("image", "image_url"):
             outer = part.get("image_url", part.get("image"))
             url = outer.get("url") if isinstance(outer, Mapping) else outer
             if not isinstance(url, str) or not url.startswith("data:"):

@@ -25,6 +25,9 @@ _ANTHROPIC_TYPES = {**_OPENAI_TYPES, 500: "api_error"}
 _NAMED = re.compile(r"(messages|tools|tool_choice|response_format|stop|n|[a-z]+(?:_[a-z]+)+|temperature)\b")
 
 
+LONGEST_MESSAGE = 1000
+
+
 class ApiError(Exception):
     """A request that ends with `status`. code, param: as OpenAI's error object has them; retry_after_s: when to ask
     again."""
@@ -38,7 +41,7 @@ class ApiError(Exception):
         param: str | None = None,
         retry_after_s: float | None = None,
     ):
-        super().__init__(message)
+        super().__init__(_readable(message))
         self.status, self.code, self.param, self.retry_after_s = status, code, param, retry_after_s
 
     @property
@@ -56,6 +59,14 @@ class ApiError(Exception):
         """The body of the Anthropic API."""
         kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": str(self)}}
+
+
+def _readable(message: str) -> str:
+    """One line, and not all of what somebody sent."""
+    line = " ".join(message.split())
+    cut = len(line) - LONGEST_MESSAGE
+    half = LONGEST_MESSAGE // 2
+    return line if cut <= 0 else f"{line[:half]}... ({cut:,} characters left out) ...{line[-half:]}"
 
 
 def from_refusal(error: Refused) -> ApiError:

@@ -12,6 +12,7 @@ Source: llguidance's `docs/syntax.md`; github.com/guidance-ai/llguidance.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -21,6 +22,7 @@ import numpy as np
 from rille.text.grammar import Grammar
 from rille.text.vocabulary import END_OF_MESSAGE, Tokenizer
 
+_AT = re.compile(r"^at \d+\(\d+\): ")
 _ANY_CUT = '%llguidance {"no_forcing": true}\n'
 
 
@@ -47,7 +49,8 @@ class Vocabulary:
 
         made = LLMatcher(self._compiled, LLMatcher.grammar_from_lark(_ANY_CUT + grammar.lark))
         if made.is_error():
-            raise ValueError(f"the grammar does not compile: {made.get_error()}")
+            fault = _AT.sub("", made.get_error().partition("\n")[0])  # behind it comes the grammar itself, in lines
+            raise ValueError(f"the grammar does not compile: {fault}")
         matcher = Matcher(made, self.tokenizer.vocab_size, self.width, self.tokenizer.specials[grammar.stop])
         ids = self.tokenizer.encode(prefix) if prefix else []
         if (valid := matcher.count_valid(ids)) < len(ids):

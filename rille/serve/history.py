@@ -178,19 +178,25 @@ def from_responses(given: str | Sequence[Any], instructions: str | None, tools: 
 
 
 def _extend(turn: Json, kind: str, item: Mapping[str, Any], where: str) -> None:
-    if kind == "message":
-        content = item.get("content")
-        turn["content"] += (
-            content
-            if isinstance(content, str)
-            else "".join(_response_text(part, f"{where}.content[{i}]") for i, part in enumerate(content or []))
-        )
-    elif kind == "reasoning":
-        parts = item.get("content") or []  # a summary says less, and what is encrypted cannot be read
+    content = item.get("content")
+    if kind == "message" and isinstance(content, str):
+        turn["content"] += content
+    elif kind == "message":
+        parts = _list(content, f"{where}.content")
+        turn["content"] += "".join(_response_text(part, f"{where}.content[{i}]") for i, part in enumerate(parts))
+    elif kind == "reasoning":  # a summary says less, and what is encrypted cannot be read
+        parts = _list(content, f"{where}.content")
         turn["reasoning_content"] += "".join(_reasoning_text(part, f"{where}.content") for part in parts)
     else:
         call = _call(_field(item, "call_id", where), _field(item, "name", where), _field(item, "arguments", where))
         turn.setdefault("tool_calls", []).append(call)
+
+
+def _list(value: Any, where: str) -> Sequence[Any]:
+    """Nothing is an empty list."""
+    if value is not None and not isinstance(value, list):
+        raise ValueError(f"{where} must be a list of parts, not {type(value).__name__}")
+    return value or []
 
 
 def _reasoning_text(part: Any, where: str) -> str:
