@@ -15,8 +15,8 @@ a word of 8 codes n0 .. n7 the four pairs (n0, n4) (n1, n5) (n2, n6) (n3, n7). F
     * 2^(byte - 33)              the value times 2^-32, exact for scale bytes 27 to 160
 
 17 instructions for 8 weights; 2^32 comes back with the sums. x and act lie in the order that this asks for
-(`expert_kernels.py`). The loops as compiled have 3.0 and 3.2 instructions a weight, loads and addresses included, and the
-card has slots for 3.9 at the speed of a copy. What is read next is on its way while this is decoded: 4 KB a warp.
+(`expert_kernels.py`). The loops as compiled have 3.0 and 3.2 instructions a weight, loads and addresses included, and
+the card has slots for 3.9 at the speed of a copy. What is read next is on its way while this is decoded: 4 KB a warp.
 
 Suffixes: M rows of a weight, G groups of 32 columns, W words of a group, C its codes, K columns of a step, N rows of x.
 Gluon has no interpreter: `expert_kernels.py` has the twins, and on a GPU both must agree.
