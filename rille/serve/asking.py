@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from rille.serve.schema import MAX_TOP_LOGPROBS
 from rille.text.chat import EFFORTS
@@ -44,9 +44,17 @@ class Ask:
 
 
 class Body(BaseModel):
-    """A body is strict: an unknown parameter is refused, a text is no number, and no number is infinite."""
+    """A body is strict: an unknown parameter is refused, a text is no number, and no number is infinite. Null is as if
+    it were not there, known or not: clients send it for what nobody set."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {key: value for key, value in given.items() if value is not None or key in cls.model_fields}
 
 
 class StreamOptions(Body):

@@ -24,6 +24,8 @@ from rille.serve.schema import Usage
 from rille.serve.sse import HOLE, Form, event
 from rille.text.reply import CallArguments, CallBegin, Content, Event, Reasoning
 
+_ENCRYPTED = "reasoning.encrypted_content"  # who asks for it wants thinking that can be sent back; here any can
+
 
 class ReasoningOptions(Body):
     effort: str | None = None
@@ -67,6 +69,8 @@ class ResponsesBody(Body):
 
     def ask(self) -> Ask:
         """Raises ValueError."""
+        if others := sorted({*(self.include or ())} - {_ENCRYPTED}):
+            raise ValueError(f"include: this server has no {others[0]!r}; it takes {_ENCRYPTED}, and thinking is open")
         listed = from_responses(self.input, self.instructions, self.tools)
         choice, name = read_tool_choice(self.tool_choice)
         thinking, effort = True, "max"

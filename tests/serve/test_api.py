@@ -133,6 +133,16 @@ def test_tool_choice_without_tools_is_fine(server, tokenizer):
         assert status == 200
 
 
+def test_null_is_as_if_it_were_not_there(server, tokenizer):
+    """Clients send it for what nobody set, under names that are unknown here too."""
+    server.say(reply_ids(tokenizer, content="ok"))
+    nulls = {"functions": None, "audio": None, "temperature": None, "stop": None, "tools": None, "thinking": None}
+    assert server.post(CHAT, {"messages": [USER], **nulls})[0] == 200
+    assert server.request.params.temperature == 1
+    assert server.post(CHAT, {"messages": None})[0] == 400
+    assert server.post(CHAT, {"messages": [USER], "functions": []})[1]["error"]["param"] == "functions"
+
+
 def test_the_parameter_is_named(server):
     for body, param in (({"temperature": 200}, "temperature"), ({"tools": [tool("1")]}, "tools"), ({"x": 1}, "x")):
         assert server.post(CHAT, {"messages": [USER], **body})[1]["error"]["param"] == param

@@ -338,6 +338,8 @@ def test_responses_that_fail(server, client, tokenizer):
         {"text": {"format": {"type": "json_schema", "schema": SCHEMA}}},
         {"reasoning": {"effort": "immense"}},
         {"background": True},
+        {"include": ["message.output_text.logprobs"]},
+        {"top_logprobs": 3},
     ],
 )
 def test_responses_refused(server, wrong):
