@@ -18,6 +18,7 @@ from rille.serve.scheduler import Scheduler
 from rille.serve.settings import EngineConfig
 from rille.serve.speculation import Drafter, MtpDrafter, NgramDrafter
 from rille.serve.tier import HostTier
+from rille.serve.trial import can_try
 from rille.text.tokenizer import load_tokenizer
 from rille.text.vocabulary import Tokenizer
 
@@ -95,4 +96,6 @@ def new_graphs(model: K3, pages: Pages, scheduler: Scheduler, config: EngineConf
         raise ValueError("the pool has no page to spare for recorded steps; give more memory, or cuda_graphs False")
     scheduler.cache.reserved = 1
     pages.clear(spare)
-    return DecodeGraphs(model, pages, spare[0], scheduler.longest)
+    most = config.draft_length if config.drafter == "ngram" and can_try(model) else 0
+    scheduler.takes_copies = not most
+    return DecodeGraphs(model, pages, spare[0], scheduler.longest, most_drafts=most)

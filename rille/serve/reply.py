@@ -47,10 +47,12 @@ class Reply:
         held = self.sequence.num_written + ahead < self.sequence.request.params.min_tokens and self.stop_ids
         return self._is_free and not held
 
-    def lot(self, ahead: int) -> Lot:
-        """What draws that token."""
-        params, place = self.sequence.request.params, self.sequence.num_written + ahead
-        return lot_of(params, uniform(self.seed, self.sequence.index, place) if params.temperature > 0 else 0.0)
+    def lots(self, ahead: int, count: int = 1) -> list[Lot]:
+        """What draws that token and those behind it, `count` in all."""
+        params, first = self.sequence.request.params, self.sequence.num_written + ahead
+        if params.temperature == 0:
+            return [lot_of(params, 0.0)] * count
+        return [lot_of(params, uniform(self.seed, self.sequence.index, first + n)) for n in range(count)]
 
     def rows(self, drafts: Sequence[int]) -> list[Row]:
         """What decides the next token, and the one after each draft if it and those before come true."""

@@ -56,6 +56,7 @@ class Scheduler:
         self.prefill_rate = 0.0  # tokens a second, measured
         self.version = 0  # of the weights
         self.is_closed = False
+        self.takes_copies = True  # a step with drafts runs on a copy of the state
         self._order = 0
 
     # --- what comes ---
@@ -172,7 +173,7 @@ class Scheduler:
         room = min(until, budget - 1, sequence.longest - len(sequence.chain) - 1)
         drafts, scratch = sequence.drafts[: max(room, 0)], None
         if drafts and self.cache.extend(holding, holding.length + 1 + len(drafts)):
-            scratch = self.cache.store.allocate(self.cache.groups)
+            scratch = self.cache.store.allocate(self.cache.groups if self.takes_copies else 0)
         drafts, scratch = ((), ()) if scratch is None else (drafts, tuple(scratch))
         self._add(Part(sequence, holding.length, 1, drafts, scratch), step)
         return 1 + len(drafts)

@@ -7,19 +7,23 @@
 Both leave the distribution of the reply as it was (Leviathan et al., arXiv 2211.17192, the second; the first is the
 case of a q that is one token, with the draw shared, so that a seed gives the same reply with drafts and without).
 
-How many are guessed follows from what was measured: with a the share of drafts that come true at a place, B sequences
-in the batch and t(n) the time of a step of n tokens, k is where (1 + a_1 + a_1 a_2 + ...) / t(B (k + 1)) is largest,
-which may be 0.
+How many are guessed follows from what was measured: with f the share of sequences for which there is a guess, a the
+share of guesses that come true at a place, B sequences in the batch and t(n) the time of a step of n tokens, k is
+where (1 + f a_1 + f a_1 a_2 + ...) / t(B (k + 1)) is largest, which may be 0: a step that guesses cannot be launched
+ahead, so it must promise a little more than one that does not.
 
 Suffixes: K drafts, W vocabulary, D width.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import mul
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,22 +66,40 @@ class NgramDrafter:
         if not 1 <= shortest <= longest:
             raise ValueError(f"n-gram drafter: lengths {shortest} to {longest}; want 1 <= shortest <= longest")
         self.longest, self.shortest = longest, shortest
-        self._seen: dict[Choice, dict[tuple[int, ...], int]] = {}
+        self._factors = [pow(0x9E3779B97F4A7C15, n, 2**64) for n in range(longest, 0, -1)]
+        self._seen: dict[Choice, dict[int, int]] = {}
         self._done: dict[Choice, int] = {}
 
     def propose(self, sequence: Choice, limit: int) -> Draft:
         ids = sequence.chain.ids
         seen = self._seen.setdefault(sequence, {})
-        for end in range(self._done.get(sequence, 0), len(ids)):
-            for n in range(self.shortest, self.longest + 1):
-                if end >= n:
-                    seen[tuple(ids[end - n : end])] = end
+        self._index(seen, ids, self._done.get(sequence, 0))
         self._done[sequence] = len(ids)
         for n in range(min(self.longest, len(ids)), self.shortest - 1, -1):
-            at = seen.get(tuple(ids[len(ids) - n :]))
+            at = seen.get(self._key(ids[len(ids) - n :]))
             if at is not None:
                 return Draft(self._copied(ids, at, limit))
         return Draft()
+
+    def _index(self, seen: dict[int, int], ids: array[int], done: int) -> None:
+        """Note what stands before every place from `done` on, the end excepted; a long prompt all at once."""
+        if len(ids) - done < 64:
+            for end in range(done, len(ids)):
+                for n in range(self.shortest, min(self.longest, end) + 1):
+                    seen[self._key(ids[end - n : end])] = end
+            return
+        first = max(done - self.longest, 0)
+        numbers = np.frombuffer(ids, dtype=np.int64)[first:-1].astype(np.uint64)
+        for n in range(self.shortest, self.longest + 1):
+            count = len(numbers) - n + 1
+            if count > 0:
+                windows = np.lib.stride_tricks.sliding_window_view(numbers, n)
+                keys = windows @ np.array(self._factors[-n:], dtype=np.uint64)
+                seen.update(zip(keys.tolist(), range(first + n, first + n + count), strict=True))
+
+    def _key(self, tokens: Sequence[int]) -> int:
+        """A number for an n-gram; two with one number cost a wrong guess."""
+        return sum(map(mul, tokens, self._factors[-len(tokens) :])) & (2**64 - 1)
 
     def _copied(self, ids: Sequence[int], at: int, limit: int) -> tuple[int, ...]:
         """What stands from `at` on; where that reaches the end it repeats itself."""
@@ -159,12 +181,15 @@ class DraftLength:
     """How many tokens to guess, from what was measured. fixed: always the most."""
 
     DECAY = 0.95
+    MARGIN = 1.03  # what guessing must promise
     PROBE_AFTER, PROBE_LATEST = 64, 8_192  # steps without drafts until they are tried again; twice as many each time
 
     def __init__(self, most: int, *, fixed: bool = False) -> None:
         self.most, self.fixed = most, fixed
         self.rates = [0.5] * most  # of drafts that came true at a place, among those whose predecessors did
+        self.found = 1.0  # share of sequences for which there was a guess
         self._steps_off, self._probe_after = 0, self.PROBE_AFTER
+        self._probes = False
         # Sums of a weighted least-squares line, seconds over tokens.
         self._w = self._n = self._t = self._nn = self._nt = 0.0
 
@@ -173,13 +198,14 @@ class DraftLength:
         if self.fixed:
             return self.most
         base, slope = self._line()
-        best, best_gain, expected, alive = 0, 1.0 / (base + slope * batch), 1.0, 1.0
+        best, best_gain, expected, alive = 0, self.MARGIN / (base + slope * batch), 1.0, self.found
         for k in range(1, self.most + 1):
             alive *= self.rates[k - 1]
             expected += alive
             gain = expected / (base + slope * batch * (k + 1))
             if gain > best_gain:
                 best, best_gain = k, gain
+        self._probes = False
         if best:
             self._steps_off, self._probe_after = 0, self.PROBE_AFTER
             return best
@@ -187,10 +213,18 @@ class DraftLength:
         if self._steps_off < self._probe_after:
             return 0
         self._steps_off, self._probe_after = 0, min(2 * self._probe_after, self.PROBE_LATEST)
+        self._probes = True
         return 1
 
+    def note_found(self, share: float) -> None:
+        """There was a guess for this share of the sequences that decode."""
+        self.found = 0.9 * self.found + 0.1 * share
+
     def note(self, drafted: int, accepted: int) -> None:
-        """Of so many guesses of one sequence so many came true."""
+        """Of so many guesses of one sequence so many came true. One that did after a long time without is a new
+        beginning."""
+        if self._probes and accepted:
+            self.found, self.rates = max(self.found, 0.5), [max(rate, 0.5) for rate in self.rates]
         for place in range(min(accepted + 1, drafted)):
             self.rates[place] = self.DECAY * self.rates[place] + (1 - self.DECAY) * (place < accepted)
 

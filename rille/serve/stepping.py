@@ -11,11 +11,11 @@ no plain decoding, the call only waits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 from rille.serve.ahead import follow
-from rille.serve.drawing import draw_parts, experts_of
+from rille.serve.drawing import count_true, draw_parts, experts_of
 from rille.serve.graphs import Launched
 from rille.serve.paged import Pages
 from rille.serve.reply import Reply
@@ -33,11 +33,12 @@ Deliver = Callable[[Choice, Sequence[Output]], None]
 
 @dataclass
 class Flight:
-    """A recorded step that was launched. settled: its checkpoints are copied already. began: when."""
+    """A recorded step that was launched. began: when; None where it had to be recorded first, so that its time says
+    nothing. settled: its checkpoints are copied already."""
 
     step: Step
     launched: Launched
-    began: float
+    began: float | None
     settled: bool = False
 
 
@@ -98,16 +99,18 @@ class Stepper:
         self._pages.copy(step.copies)
         if self._can_launch(step):
             self._flight = self._launch(step, began)
-            if not self._config.overlap:
+            if not self._config.overlap or any(part.drafts for part in step.parts):  # guesses need the tokens
                 self.settle()
         else:
-            self._compute(step)
+            self._compute(step if self._scheduler.takes_copies else _without_drafts(step))
             self._finish_times(step, perf_counter() - began)
         return True
 
-    def _finish_times(self, step: Step, seconds: float) -> None:
+    def _finish_times(self, step: Step, seconds: float | None) -> None:
         if self._config.poison:
             self._pages.poison(self._scheduler.cache.store.pool.free_pages())
+        if seconds is None:
+            return
         if all(part.count == 1 for part in step.parts):
             self.lengths.note_time(step.num_tokens, seconds)
         self._scheduler.note_rate(step, seconds)
@@ -121,6 +124,8 @@ class Stepper:
         for choice in decoding:
             draft = self._drafter.propose(choice, limit) if limit else Draft()
             self._drafts[choice], choice.drafts = draft, draft.tokens
+        if limit and decoding:
+            self.lengths.note_found(sum(bool(choice.drafts) for choice in decoding) / len(decoding))
 
     def _choose_limit(self, decoding: int) -> int:
         """How many tokens to guess for each sequence; asked for twice before a step it is the same."""
@@ -143,11 +148,12 @@ class Stepper:
     def _launch(self, step: Step, began: float) -> Flight:
         assert self._runner.graphs is not None
         ahead = int(step.parts[0].source >= 0)
-        lots = [self.replies[part.sequence].lot(ahead) for part in step.parts]
+        lots = [self.replies[part.sequence].lots(ahead, 1 + len(part.drafts)) for part in step.parts]
         for part in step.parts:
             if part.sequence.holding is not None:
                 part.sequence.holding.reach = part.start + 1
-        return Flight(step, self._runner.graphs.launch(step.parts, lots), began)
+        is_recorded = self._runner.graphs.is_recorded(step.parts)
+        return Flight(step, self._runner.graphs.launch(step.parts, lots), began if is_recorded else None)
 
     def _launch_behind(self, flight: Flight) -> Flight | None:
         """Send off the step after one that runs; None where that one has to land first."""
@@ -165,13 +171,20 @@ class Stepper:
     def _land(self, flight: Flight) -> None:
         """Wait for the tokens of a step and take them in; choices that ended meanwhile are passed over."""
         drawn = flight.launched.wait()
-        pairs = [(p, one) for p, one in zip(flight.step.parts, drawn, strict=True) if not p.sequence.is_done]
-        step, version = Step([part for part, _ in pairs]), self._scheduler.version
-        replies = [self.replies[part.sequence] for part in step.parts]
-        outputs = [reply.take([one], version, [None]) for reply, (_, one) in zip(replies, pairs, strict=True)]
-        self._finish_step(step, replies, [0] * len(pairs), outputs, flight.settled)
+        step, replies, outputs, accepted = Step(), [], [], []
+        for part, some in zip(flight.step.parts, drawn, strict=True):
+            if part.sequence.is_done:
+                continue
+            reply, true = self.replies[part.sequence], count_true(some, part.drafts)
+            step.parts.append(part)
+            replies.append(reply)
+            outputs.append(reply.take(some[: 1 + true], self._scheduler.version, [None] * (1 + true)))
+            accepted.append(min(true, len(part.sequence.chain) - part.start - 1))
+            if part.drafts and part.sequence.holding is not None:
+                part.sequence.holding.reach = part.start + 1 + true
+        self._finish_step(step, replies, accepted, outputs, flight.settled)
         now = perf_counter()
-        self._finish_times(step, now - max(flight.began, self._landed_at))
+        self._finish_times(step, None if flight.began is None else now - max(flight.began, self._landed_at))
         self._landed_at = now
 
     # --- any step ---
@@ -228,3 +241,8 @@ class Stepper:
             elif some:
                 self._deliver(part.sequence, some)
         self._totals.note_step(step)
+
+
+def _without_drafts(step: Step) -> Step:
+    """The same without what only a recorded step can take back."""
+    return replace(step, parts=[replace(part, drafts=()) for part in step.parts])

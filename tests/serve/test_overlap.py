@@ -51,7 +51,9 @@ def overlapped(model, **settings):
     (spare,) = served.scheduler.cache.store.allocate(1)
     served.scheduler.cache.reserved = 1
     sizes = range(1, served.config.max_running + 1)
-    served.runner.graphs = Counted(model, served.pages, spare, served.longest, sizes=sizes, captures=False)
+    most = served.config.draft_length if served.drafter is not None else 0
+    graphs = Counted(model, served.pages, spare, served.longest, sizes, most, captures=False)
+    served.runner.graphs, served.scheduler.takes_copies = graphs, not most
     return served
 
 
@@ -230,15 +232,63 @@ def test_a_fault_of_one_is_its_own(model):
     check_books(served)
 
 
+SPOIL = {"perfect": lambda place: False, "wrong": lambda place: True, "right then wrong": lambda place: place % 3 == 2}
+
+
+@pytest.mark.parametrize("kind", SPOIL)
+def test_drafts_are_verified_where_they_are_drawn(model, kind):
+    """Steps that take back what did not come true, for rows with many drafts and with none."""
+    served = overlapped(model, drafter=Scripted(model, SPOIL[kind]), adaptive_drafts=False, draft_length=5)
+    prompts = [prompt(n, seed=n) for n in (1, 30, 63, 64, 120)]
+    for _ in range(2):
+        results = served.generate(prompts, SamplingParams(max_tokens=40, temperature=0))
+        assert [one.tokens for (one,) in results] == [alone(model, ids, 40) for ids in prompts]
+        check_books(served)
+    stats = served.stats()
+    assert served.runner.graphs.plain > 10 and served.runner.graphs._bench._pools
+    assert stats.drafted > 0 and (stats.accepted > 0) == (kind != "wrong")
+    assert (stats.accepted == stats.drafted) == (kind == "perfect")
+    longer = [[*prompts[-1], *results[-1][0].tokens, 7]]
+    [[one]] = served.generate(longer, SamplingParams(max_tokens=9, temperature=0))
+    assert one.usage.cached_tokens == 159 and one.tokens == alone(model, longer[0], 9)
+
+
+def test_a_seed_and_a_stop_give_the_same_with_drafts(model):
+    ids = prompt(50)
+    free = alone(model, ids, 60)
+    for params in (
+        SamplingParams(max_tokens=40, temperature=0.4, seed=6),
+        SamplingParams(max_tokens=40, temperature=0.4, seed=6, top_p=0.9),
+        SamplingParams(max_tokens=60, temperature=0, stop_ids=(free[21],)),
+        SamplingParams(max_tokens=30, temperature=0, stop_ids=tuple(free[3:9]), min_tokens=12),
+    ):
+        [[plain]] = engine(model).generate([ids], params)
+        served = overlapped(model, drafter=Scripted(model), adaptive_drafts=False)
+        [[drafted]] = served.generate([ids], params)
+        assert (plain.tokens, plain.reason) == (drafted.tokens, drafted.reason) and served.stats().drafted > 0
+        again = [*ids, *drafted.tokens, 5]
+        [[one]] = served.generate([again], SamplingParams(max_tokens=9, temperature=0))
+        assert one.tokens == alone(model, again, 9)
+        check_books(served)
+
+
 @pytest.mark.parametrize("spoil", [lambda place: False, lambda place: place % 2 == 0])
 def test_drafts_and_overlap_take_turns(model, spoil):
-    served = overlapped(model, drafter=Scripted(model, spoil), draft_length=3)
-    turns = count()
+    served, turns = overlapped(model, drafter=Scripted(model, spoil), draft_length=3), count()
     served._stepper.lengths.choose = lambda batch: 3 if next(turns) % 9 < 3 else 0
     prompts = [prompt(n, seed=n) for n in (1, 30, 63, 64, 120)]
     results = served.generate(prompts, SamplingParams(max_tokens=40, temperature=0))
     assert [one.tokens for (one,) in results] == [alone(model, ids, 40) for ids in prompts]
     assert served.stats().drafted > 0 and served.runner.graphs.ahead > 3
+    check_books(served)
+
+
+def test_drafts_with_short_memory(model):
+    served = overlapped(model, num_pages=16, drafter="ngram", adaptive_drafts=False)
+    prompts = [prompt(50 + n, seed=n) for n in range(5)]
+    results = served.generate(prompts, SamplingParams(max_tokens=90, temperature=0))
+    assert [one.tokens for (one,) in results] == [alone(model, ids, 90) for ids in prompts]
+    assert served.stats().preemptions > 0 and served.stats().drafted > 0
     check_books(served)
 
 

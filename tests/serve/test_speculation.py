@@ -93,6 +93,42 @@ def test_prompt_lookup():
         NgramDrafter(2, 3)
 
 
+def test_a_long_text_is_indexed_like_a_growing_one():
+    """All at once, in pieces, token by token: the same guesses, those of a search from the end."""
+    ids = [n * n % 23 for n in range(400)] + [7, 7, 7, *range(30), 2**40, 2**40 + 1]
+    whole, pieces, single = NgramDrafter(), NgramDrafter(), NgramDrafter()
+    grown, stepped = sequence(ids[:1]), sequence(ids[:1])
+    for end in range(2, len(ids) + 1):
+        stepped.chain.append(ids[end - 1])
+        guess = single.propose(stepped, 3).tokens
+        grown.chain.append(ids[end - 1])
+        if end % 97 == 0 or end > 390:
+            assert pieces.propose(grown, 3).tokens == whole.propose(sequence(ids[:end]), 3).tokens == guess
+        known = (
+            at
+            for n in (4, 3, 2)
+            for at in range(end - 1, n - 1, -1)
+            if end >= n and ids[at - n : at] == ids[end - n : end]
+        )
+        at = next(known, None)
+        assert guess == (() if at is None else tuple(ids[at + i % (end - at)] for i in range(3)))
+
+
+def test_without_guesses_steps_are_not_held_up():
+    """Where nothing is found nothing is hoped for after a while; a guess that comes true is a new beginning."""
+    lengths = DraftLength(4)
+    tried = 0
+    while lengths.choose(1):
+        lengths.note_found(0.0)
+        tried += 1
+    assert 10 < tried < 50
+    while not lengths.choose(1):
+        pass
+    lengths.note_found(1.0)
+    lengths.note(1, 1)
+    assert lengths.choose(1) >= 1
+
+
 def test_drafts_stop_where_they_do_not_pay():
     """A step costs 10 and each token of it 1: with one sequence a guess that often comes true pays, with many none."""
 
