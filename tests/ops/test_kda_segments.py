@@ -15,7 +15,17 @@ pytest.importorskip("triton")
 
 from rille.ops.kda import Gate, PooledState, kda, segment_transition
 from rille.ops.kda.function import kda_backward_op
-from rille.ops.kda.segments import Costs, Plan, cut, cutting, microseconds, plan_segments, segments_of, tables
+from rille.ops.kda.segments import (
+    Costs,
+    Plan,
+    cut,
+    cutting,
+    microseconds,
+    plan_segments,
+    segments_of,
+    tables,
+    train_microseconds,
+)
 from rille.packing import Packing
 from tests.ops.test_kda_triton import DEVICE, ERROR, INTERPRET, assert_equals_reference, draw, states
 
@@ -76,6 +86,29 @@ def test_planner_finds_the_counts_that_were_measured_best(tokens: int, heads: in
     assert measured[0] <= count <= measured[-1]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "heads", "measured"),
+    [(32768, 16, (4, 7)), (65536, 12, (5, 7)), (65536, 4, (16, 32)), (8192, 16, (1, 1))],
+)
+def test_planner_weighs_the_backward_pass_too(tokens: int, heads: int, measured: tuple[int, ...]) -> None:
+    plan = plan_segments((tokens,), heads, 132, gradients=True)
+    assert measured[0] <= (len(plan[0]) if plan is not None else 1) <= measured[-1]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "measured"),
+    [
+        (32768, 16, {1: 5928, 2: 5160, 3: 4620, 4: 4445, 5: 4520, 7: 4444}),
+        (65536, 12, {1: 10183, 3: 7365, 4: 6839, 5: 6687, 7: 6788}),
+        (65536, 4, {1: 6754, 8: 2669, 12: 2468, 16: 2373, 32: 2428}),
+    ],
+)
+def test_costs_of_forward_and_backward_are_those_measured(tokens: int, heads: int, measured: dict[int, int]) -> None:
+    for count, train_us in measured.items():
+        plan = (cut(tokens // 64, -(-tokens // 64 // count)),)
+        assert abs(train_microseconds(plan, heads, 132, 128, 128, Costs()) / train_us - 1) < 0.06, count
+
+
 def test_planner_leaves_short_sequences_whole() -> None:
     plan = plan_segments((65536, 100, 0, 2000), 4, 132)
     assert plan is not None and len(plan[0]) > 4 and plan[1:3] == ((2,), (0,))
@@ -86,6 +119,7 @@ def test_cutting_is_switched() -> None:
     assert segments_of(packing, 16, 132, 128, 128) is segments_of(packing, 16, 132, 128, 128) is not None
     with cutting(None):
         assert segments_of(packing, 16, 132, 128, 128) is None
+        assert segments_of(packing, 16, 132, 128, 128, gradients=True) is None
         with cutting(256):
             forced = segments_of(packing, 16, 1, 128, 128)
     assert forced is not None and forced.first_G.tolist() == [0, 256]

@@ -2,7 +2,7 @@
 
 Saved by the forward pass: the op's inputs, T and A. Made again here, because they are larger and cheap:
 
-    prepare   q 2^G, k 2^G, k 2^(Gc-G), sums of the decay, norms
+    prepare   q 2^G, k 2^G, beta k 2^(Gc-G), sums of the decay, norms
     states    S before each chunk, U                       first chunk to last
     reverse   dV, the gradient of the state after each chunk      last chunk to first
     local     dq, dk, dz, db; each chunk's part of ddt_bias and dA_log
@@ -36,11 +36,10 @@ class Prepared(NamedTuple):
 
     q_start_MHCK: Tensor  # q 2^G, normalised and scaled
     k_start_MHCK: Tensor  # -k 2^G, normalised
-    k_end_MHCK: Tensor  # k 2^(Gc-G), normalised
+    k_end_MHCK: Tensor  # beta k 2^(Gc-G), normalised
     decay_MHK: Tensor  # 2^Gc
-    lost_MHC: Tensor  # what bf16 takes from T's diagonal
     totals_MH4K: Tensor  # log2-decay summed over each tile of 16 rows
-    norms_MH2C: Tensor  # what normalises q (without K^-0.5), and k
+    norms_MH4C: Tensor  # what normalises q (without K^-0.5), and k; beta; room for sum_V dV v
 
 
 class Gradients(NamedTuple):
@@ -109,7 +108,7 @@ def backward(
         wanted = inputs.initial_SHVK is not None
         dinitial_SHVK = dinitial_SHVK.index_select(0, cut.segments.head_S) if wanted else None
     operands = (u_MHCV, states_MHVK, dstates_MHVK)
-    numbers = (prepared.totals_MH4K, prepared.norms_MH2C)
+    numbers = (prepared.totals_MH4K, prepared.norms_MH4C)
     del prepared
     return local(inputs, do_NHV, dv_NHV, dinitial_SHVK, *operands, *numbers)
 
@@ -146,7 +145,7 @@ def prepare(inputs: Inputs) -> Prepared:
     q_NHK, k_NHK, z_NHK = inputs.q_NHK, inputs.k_NHK, inputs.z_NHK
     (_, H, K), M, dtype = q_NHK.shape, inputs.spans_M2.shape[0], operand_type(q_NHK)
     rows = [q_NHK.new_empty(M, H, CHUNK, K, dtype=dtype) for _ in range(3)]
-    numbers = [q_NHK.new_empty(M, H, *size, dtype=torch.float32) for size in ((K,), (CHUNK,), (4, K), (2, CHUNK))]
+    numbers = [q_NHK.new_empty(M, H, *size, dtype=torch.float32) for size in ((K,), (4, K), (4, CHUNK))]
     prepared = Prepared(*rows, *numbers)
     arguments = (
         q_NHK, k_NHK, z_NHK, inputs.b_NH, inputs.A_log, inputs.dt_bias_HK, inputs.spans_M2,
@@ -167,7 +166,7 @@ def states(inputs: Inputs, prepared: Prepared, t_MHCC: Tensor) -> tuple[Tensor, 
     tiles = [rows_of(x, CHUNK) for x in (t_MHCC, prepared.k_start_MHCK, prepared.k_end_MHCK)]
     arguments = (
         *tiles, identity(v_NHV.device, dtype),
-        v_NHV, prepared.decay_MHK, prepared.lost_MHC, rows_of(u_MHCV, CHUNK, block), rows_of(states_MHVK, block),
+        v_NHV, prepared.decay_MHK, rows_of(u_MHCV, CHUNK, block), rows_of(states_MHVK, block),
         inputs.starts, inputs.order_S, inputs.first_S,
         initial_SHVK.contiguous() if initial_SHVK is not None else None, v_NHV.stride(0),
     )  # fmt: skip
@@ -190,7 +189,7 @@ def reverse(
     block, num_warps, _ = value_block(V, S * H, multiprocessors(do_NHV.device))
     tiles = [rows_of(x, CHUNK) for x in (t_MHCC, a_MHCC, *prepared[:3])]
     arguments = (
-        *tiles, do_NHV, prepared.decay_MHK, prepared.lost_MHC, dv_NHV, rows_of(dstates_MHVK, block),
+        *tiles, do_NHV, prepared.decay_MHK, dv_NHV, rows_of(dstates_MHVK, block),
         inputs.starts, inputs.order_S, inputs.first_S,
         dfinal_SHVK.contiguous() if dfinal_SHVK is not None else None, dinitial_SHVK, do_NHV.stride(0),
     )  # fmt: skip
@@ -208,17 +207,17 @@ def local(
     states_MHVK: Tensor,
     dstates_MHVK: Tensor,
     totals_MH4K: Tensor,
-    norms_MH2C: Tensor,
+    norms_MH4C: Tensor,
 ) -> Gradients:
     q_NHK, k_NHK, v_NHV, z_NHK, b_NH, A_log = inputs[:6]
     (_, H, K), V, M, dtype = q_NHK.shape, v_NHV.shape[2], inputs.spans_M2.shape[0], u_MHCV.dtype
     dq_NHK, dk_NHK, dz_NHK, db_NH = (x.new_empty(x.shape) for x in (q_NHK, k_NHK, z_NHK, b_NH))
     dbias_MHK, drate_MHK = (q_NHK.new_empty(M, H, K, dtype=torch.float32) for _ in range(2))
     arguments = (
-        q_NHK, k_NHK, z_NHK, do_NHV, dv_NHV, b_NH, A_log, inputs.dt_bias_HK, inputs.spans_M2,
-        ones_of_half(q_NHK.device, dtype), u_MHCV, states_MHVK, dstates_MHVK, totals_MH4K, norms_MH2C,
+        q_NHK, k_NHK, z_NHK, v_NHV, do_NHV, dv_NHV, A_log, inputs.dt_bias_HK, inputs.spans_M2,
+        ones_of_half(q_NHK.device, dtype), u_MHCV, states_MHVK, dstates_MHVK, totals_MH4K, norms_MH4C,
         dq_NHK, dk_NHK, dz_NHK, db_NH, dbias_MHK, drate_MHK,
-        *(x.stride(0) for x in (q_NHK, k_NHK, z_NHK, do_NHV, b_NH)), inputs.lower_bound or 0.0, K**-0.5,
+        *(x.stride(0) for x in (q_NHK, k_NHK, z_NHK, v_NHV, do_NHV)), inputs.lower_bound or 0.0, K**-0.5,
     )  # fmt: skip
     bounded = inputs.lower_bound is not None
     shape = dict(H=H, K=K, V=V, BV=min(V, 128), BOUNDED=bounded, **types(dtype), num_warps=K // 16)

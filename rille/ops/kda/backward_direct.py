@@ -21,6 +21,13 @@ from rille.ops.kda.intra import LOG2E, exp2, log2_decay, operand, reciprocal
 
 
 @triton.jit
+def store_db(known, at_beta, at, held):
+    """db of a half's rows: sum_V dV U = (sum_K k dk + sum_V dV v) / 2, of which the second lies a chunk after beta."""
+    twice = known + tl.load(at_beta + 64)
+    tl.store(at, (twice * (0.5 - 0.5 * tl.load(at_beta))).to(at.dtype.element_ty), mask=held)
+
+
+@triton.jit
 def at_most_one(exponent, INTERPRET: tl.constexpr):
     return exp2(tl.minimum(exponent, 0.0), INTERPRET)
 
@@ -51,8 +58,9 @@ def pairs_of_tiles(da, dak, q, k, x, K: tl.constexpr, INTERPRET: tl.constexpr):
 
 @triton.jit
 def half_directly(
-    q, k, x, da, dak, to_start, to_end, per_unit, held, at, do_ptr, dv_ptr, u_ptr, states_ptr, dstates_ptr, do_stride,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, OPERAND: tl.constexpr, INTERPRET: tl.constexpr,
+    q, k, x, da, dak, beta, to_start, to_end, per_unit, held, at, do_ptr, dv_ptr, u_ptr, states_ptr, dstates_ptr,
+    do_stride, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    OPERAND: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """dq, dk, dG [K, 32] of a half from itself, the state before and the one after; and what each token gives to the
     one after. dG leaves that out: only later tokens decay it, and a sum that took it back would keep its rounding."""
@@ -75,7 +83,7 @@ def half_directly(
     start = at_most_one(x + to_start, INTERPRET) * per_unit
     dq *= start
     dk *= -start
-    end *= at_most_one(to_end - x, INTERPRET) * per_unit
+    end *= at_most_one(to_end - x, INTERPRET) * per_unit * beta[None, :]
     dG = q * dq + k * dk
 
     up = tl.where(second, at_most_one(x, INTERPRET), 0.0)
@@ -109,13 +117,13 @@ def through_gate(
 
 @triton.jit
 def local_channels_directly(
-    own_a, own_b, da_aa, da_ba, da_bb, dak_aa, dak_ba, dak_bb, unit, q_ptr, k_ptr, z_ptr, do_ptr, dv_ptr, rate,
-    dt_bias_ptr, ones_ptr, u_ptr, states_ptr, dstates_ptr, totals_ptr, norms_ptr, dq_ptr, dk_ptr, dz_ptr,
-    dbias_ptr, drate_ptr, count, q_stride, k_stride, z_stride, do_stride, scale,
+    own_a, own_b, da_aa, da_ba, da_bb, dak_aa, dak_ba, dak_bb, unit, q_ptr, k_ptr, z_ptr,
+    do_ptr, dv_ptr, rate, dt_bias_ptr, ones_ptr, u_ptr, states_ptr, dstates_ptr, totals_ptr, norms_ptr, dq_ptr, dk_ptr,
+    dz_ptr, db_ptr, dbias_ptr, drate_ptr, count, q_stride, k_stride, z_stride, do_stride, scale,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     OPERAND: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dz and the parameters' gradients. Tiles are [K, 32]."""
+    """dq, dk, dz, db and the parameters' gradients. Tiles are [K, 32]."""
     R: tl.constexpr = tl.constexpr(32)
     row, channel = tl.arange(0, R), tl.arange(0, K)
     at_a, at_b = row[:, None], row[:, None] + R
@@ -128,6 +136,7 @@ def local_channels_directly(
     t2, t3 = tl.load(at_totals + 2 * K)[:, None], tl.load(at_totals + 3 * K)[:, None]
     per_unit = 1.0 / unit
     norms = norms_ptr + row
+    beta_a, beta_b = tl.load(norms + 4 * R), tl.load(norms + 5 * R)
     q_norm_a, q_norm_b = tl.load(norms)[None, :], tl.load(norms + R)[None, :]
     k_norm_a, k_norm_b = tl.load(norms + 2 * R)[None, :], tl.load(norms + 3 * R)[None, :]
 
@@ -147,11 +156,11 @@ def local_channels_directly(
     k_b = transposed(k_b, identity, INTERPRET) * k_norm_b
 
     dq_a, dk_a, dG_a, ended_a = half_directly(
-        q_a, k_a, x_a, da_aa, dak_aa, t0, t1 + t2 + t3, per_unit, in_a, at_a,
+        q_a, k_a, x_a, da_aa, dak_aa, beta_a, t0, t1 + t2 + t3, per_unit, in_a, at_a,
         do_ptr, dv_ptr, u_ptr, states_ptr, dstates_ptr, do_stride, H, K, V, BV, OPERAND, INTERPRET,
     )  # fmt: skip
     dq_b, dk_b, dG_b, ended_b = half_directly(
-        q_b, k_b, x_b, da_bb, dak_bb, t0 + t1 + t2, t3, per_unit, in_b, at_b,
+        q_b, k_b, x_b, da_bb, dak_bb, beta_b, t0 + t1 + t2, t3, per_unit, in_b, at_b,
         do_ptr, dv_ptr, u_ptr, states_ptr, dstates_ptr, do_stride, H, K, V, BV, OPERAND, INTERPRET,
     )  # fmt: skip
 
@@ -177,8 +186,11 @@ def local_channels_directly(
     dk_b += own_b[None, :] * q_b
     dq_a = q_norm_a * unit * (scale * dq_a - q_a * (tl.sum(q_a * dq_a, 0)[None, :] / scale))
     dq_b = q_norm_b * unit * (scale * dq_b - q_b * (tl.sum(q_b * dq_b, 0)[None, :] / scale))
-    dk_a = k_norm_a * unit * (dk_a - k_a * tl.sum(k_a * dk_a, 0)[None, :])
-    dk_b = k_norm_b * unit * (dk_b - k_b * tl.sum(k_b * dk_b, 0)[None, :])
+    known_a, known_b = tl.sum(k_a * dk_a, 0), tl.sum(k_b * dk_b, 0)
+    store_db(known_a * unit, norms + 4 * R, db_ptr + row * H, row < count)
+    store_db(known_b * unit, norms + 5 * R, db_ptr + (row + R) * H, row + R < count)
+    dk_a = k_norm_a * unit * (dk_a - k_a * known_a[None, :])
+    dk_b = k_norm_b * unit * (dk_b - k_b * known_b[None, :])
     at_a_K, at_b_K = channel[None, :] + at_a * (H * K), channel[None, :] + at_b * (H * K)
     tl.store(dq_ptr + at_a_K, tl.trans(dq_a.to(dq_ptr.dtype.element_ty)), mask=in_a)
     tl.store(dq_ptr + at_b_K, tl.trans(dq_b.to(dq_ptr.dtype.element_ty)), mask=in_b)

@@ -1,7 +1,7 @@
 """Kernels of the KDA backward that make states and their gradients: `prepare`, `states`, `reverse`. `chunk_backward.py`
 is the same algebra in PyTorch; `backward_local.py` has the kernel that follows.
 
-    prepare   one program a chunk and head: Q = q 2^G, -k 2^G, E = k 2^(Gc-G), 2^Gc, and norms of q and k
+    prepare   one program a chunk and head: Q = q 2^G, -k 2^G, E = b k 2^(Gc-G), 2^Gc, and norms of q and k
     states    one program a sequence, head and block of value channels, first chunk to last: S before each chunk, U
 
                   r = v^T - S (k 2^G)^T          u = r T^T          S <- S 2^Gc + u E
@@ -12,8 +12,7 @@ is the same algebra in PyTorch; `backward_local.py` has the kernel that follows.
 
 States, u, du, dv are value-first, so that the left operand of every product with them comes from registers: a rounded
 accumulator has the layout of one. r is formed before T meets it: where the state already predicts v, T v - (T k 2^G) S
-would be a small difference of two rounded numbers. T's diagonal, beta, is most of T: what bf16 took from it is added to
-u and dv, or a token's own row would be off as a whole, in u, in dv, and twice in db.
+would be a small difference of two rounded numbers.
 
 Suffixes: C = 64 rows of a chunk, K key channels, V value channels, BV value channels of a program. Rows of a tail that
 hold no token are loaded as zeros, and every operand in chunk layout is zero there.
@@ -83,11 +82,10 @@ def prepare_kernel(
     ones_ptr,  # [3, 32, 32]: identity, anchors of a half transposed; the third is not used here
     q_out_ptr,  # [M, H, C, K]: q 2^G
     k_start_ptr,  # [M, H, C, K]: -k 2^G
-    k_end_ptr,  # [M, H, C, K]: k 2^(Gc-G)
+    k_end_ptr,  # [M, H, C, K]: b k 2^(Gc-G)
     decay_ptr,  # fp32 [M, H, K]: 2^Gc
-    lost_ptr,  # fp32 [M, H, C]: what bf16 takes from T's diagonal
     totals_ptr,  # fp32 [M, H, 4, K]: log2-decay summed over each tile
-    norms_ptr,  # fp32 [M, H, 2, C]: what normalises q (without the scale K^-0.5), and k
+    norms_ptr,  # fp32 [M, H, 4, C]: what normalises q (without the scale K^-0.5), and k; beta; room for a sum
     q_stride,
     k_stride,
     z_stride,
@@ -115,10 +113,6 @@ def prepare_kernel(
     z_ptr += start * z_stride + h * K
     ones = row[:, None] * R + row[None, :] + ones_ptr
     identity, anchors = tl.load(ones), tl.load(ones + R * R)
-    rows = tl.arange(0, C)
-    b = tl.load(b_ptr + (start + rows) * b_stride + h, mask=rows < count, other=-1e30).to(tl.float32)
-    beta = reciprocal(1.0 + exp2(b * -LOG2E, INTERPRET), INTERPRET)
-    tl.store(lost_ptr + out * C + rows, beta - beta.to(OPERAND).to(tl.float32))
     rate = exp2(tl.load(A_log_ptr + h).to(tl.float32) * LOG2E, INTERPRET)
     bias = tl.load(dt_bias_ptr + h * K + channel)[:, None]
 
@@ -152,14 +146,18 @@ def prepare_kernel(
         k = tl.load(k_ptr + place[:, None] * k_stride + channel[None, :], mask=held, other=0.0)
         q_norm = inverse_root(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + 1e-6, INTERPRET)
         k_norm = inverse_root(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + 1e-6, INTERPRET)
-        tl.store(norms_ptr + out * (2 * C) + place, q_norm)
-        tl.store(norms_ptr + out * (2 * C) + C + place, k_norm)
+        tl.store(norms_ptr + out * (4 * C) + place, q_norm)
+        tl.store(norms_ptr + out * (4 * C) + C + place, k_norm)
         from_start = exp2(tl.minimum(x + to_start[:, None], 0.0), INTERPRET)
         k = transposed(k, identity, INTERPRET) * k_norm[None, :]
         q = transposed(q, identity, INTERPRET) * (q_norm * scale)[None, :] * from_start
         at = out * (C * K) + place[:, None] * K + channel[None, :]
         tl.store(q_out_ptr + at, tl.trans(q.to(OPERAND)))
         tl.store(k_start_ptr + at, tl.trans((-k * from_start).to(OPERAND)))
+        b = tl.load(b_ptr + (start + place) * b_stride + h, mask=place < count, other=0.0).to(tl.float32)
+        beta = reciprocal(1.0 + exp2(b * -LOG2E, INTERPRET), INTERPRET)
+        tl.store(norms_ptr + out * (4 * C) + 2 * C + place, beta)
+        k *= beta[None, :]
         tl.store(k_end_ptr + at, tl.trans((k * exp2(tl.minimum(to_end[:, None] - x, 0.0), INTERPRET)).to(OPERAND)))
 
 
@@ -167,11 +165,10 @@ def prepare_kernel(
 def states_kernel(
     t_desc,  # [M * H * C, C]
     k_start_desc,  # [M * H * C, K]: -k 2^G
-    k_end_desc,  # [M * H * C, K]: k 2^(Gc-G)
+    k_end_desc,  # [M * H * C, K]: b k 2^(Gc-G)
     identity_ptr,  # [C, C]
     v_ptr,  # [N, H, V], with any stride between tokens
     decay_ptr,  # fp32 [M, H, K]
-    lost_ptr,  # fp32 [M, H, C]
     u_desc,  # [M * H * C, V]
     states_desc,  # [M * H * V, K]: the state before each chunk
     starts_ptr,  # int32 [S + 1]
@@ -220,8 +217,7 @@ def states_kernel(
         states_desc.store([tile * V + block, 0], stored)
         r = tl.dot(tl.trans(operand(v, OPERAND, INTERPRET)), identity)
         r = tl.dot(operand(stored, OPERAND, INTERPRET), tl.trans(k_start), r)
-        lost = tl.load(lost_ptr + tile.to(tl.int64) * C + row)[None, :]
-        u = tl.dot(operand(r, OPERAND, INTERPRET), tl.trans(t), lost * r).to(OPERAND)
+        u = tl.dot(operand(r, OPERAND, INTERPRET), tl.trans(t)).to(OPERAND)
         state = tl.dot(operand(u, OPERAND, INTERPRET), k_end, state * decay[None, :])
         u_desc.store([tile * C, block], tl.trans(u))
 
@@ -232,10 +228,9 @@ def reverse_kernel(
     a_desc,
     q_desc,  # [M * H * C, K]: q 2^G
     k_start_desc,  # [M * H * C, K]: -k 2^G
-    k_end_desc,  # [M * H * C, K]: k 2^(Gc-G)
+    k_end_desc,  # [M * H * C, K]: b k 2^(Gc-G)
     do_ptr,  # [N, H, V]
     decay_ptr,  # fp32 [M, H, K]
-    lost_ptr,  # fp32 [M, H, C]
     dv_ptr,  # [N, H, V]
     dstates_desc,  # [M * H * V, K]: gradient of the state after each chunk
     starts_ptr,  # int32 [S + 1]
@@ -289,8 +284,7 @@ def reverse_kernel(
         dstates_desc.store([tile * V + block, 0], stored)
         du = tl.dot(tl.trans(do), a)
         du = tl.dot(operand(stored, OPERAND, INTERPRET), tl.trans(k_end), du)
-        lost = tl.load(lost_ptr + tile.to(tl.int64) * C + row)[None, :]
-        dv = tl.dot(operand(du, OPERAND, INTERPRET), t, lost * du)
+        dv = tl.dot(operand(du, OPERAND, INTERPRET), t)
         dstate = tl.dot(tl.trans(do), q, dstate * decay[None, :])
         dstate = tl.dot(operand(dv, OPERAND, INTERPRET), k_start, dstate)
         at_dv = token[:, None] * (H * V) + h * V + value[None, :]

@@ -29,7 +29,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rille.ops.kda.backward_direct import local_channels_directly
+from rille.ops.kda.backward_direct import local_channels_directly, store_db
 from rille.ops.kda.backward_kernels import NO_TOKEN, bounded_decay, factor, times_ones, transposed
 from rille.ops.kda.intra import LOG2E, exp2, operand, reciprocal
 
@@ -71,9 +71,9 @@ def local_kernel(
     q_ptr,  # [N, H, K], with any stride between tokens; k, z too
     k_ptr,
     z_ptr,
-    do_ptr,  # [N, H, V]; dv without gaps
+    v_ptr,  # [N, H, V]; do too; dv without gaps
+    do_ptr,
     dv_ptr,
-    b_ptr,  # [N, H]
     A_log_ptr,  # fp32 [H]
     dt_bias_ptr,  # fp32 [H, K]
     spans_ptr,  # int32 [M, 2]
@@ -82,7 +82,7 @@ def local_kernel(
     states_ptr,  # [M, H, V, K]: before each chunk
     dstates_ptr,  # [M, H, V, K]: gradient of the state after each chunk
     totals_ptr,  # fp32 [M, H, 4, K]
-    norms_ptr,  # fp32 [M, H, 2, C]
+    norms_ptr,  # fp32 [M, H, 4, C]
     dq_ptr,  # [N, H, K]
     dk_ptr,  # [N, H, K]
     dz_ptr,  # [N, H, K]
@@ -92,8 +92,8 @@ def local_kernel(
     q_stride,
     k_stride,
     z_stride,
+    v_stride,
     do_stride,
-    b_stride,
     lower_bound,
     scale,
     H: tl.constexpr,
@@ -115,6 +115,7 @@ def local_kernel(
     held = valid[:, None]
     token = start.to(tl.int64)
     out = program.to(tl.int64)
+    v_ptr += token * v_stride + h * V
     do_ptr += token * do_stride + h * V
     dv_ptr += token * (H * V) + h * V
     u_ptr += out * (C * V)
@@ -124,14 +125,16 @@ def local_kernel(
     dq_ptr += token * (H * K) + h * K
     dk_ptr += token * (H * K) + h * K
     dz_ptr += token * (H * K) + h * K
+    db_ptr += token * H + h
     states_ptr += out * (V * K)
     dstates_ptr += out * (V * K)
     totals_ptr += out * (4 * K)
-    norms_ptr += out * (2 * C)
+    norms_ptr += out * (4 * C)
     dbias_ptr += out * K
     drate_ptr += out * K
     da = tl.zeros((C, C), tl.float32)
     dak = tl.zeros((C, C), tl.float32)
+    along = tl.zeros((C, C), tl.float32)
     for block in tl.static_range(V // BV):
         at = block * BV + value[None, :]
         do = tl.load(do_ptr + row[:, None] * do_stride + at, mask=held, other=0.0)
@@ -142,15 +145,15 @@ def local_kernel(
         dv = tl.load(dv_ptr + row[:, None] * (H * V) + at, mask=held, other=0.0)
         dv = operand(dv, OPERAND, INTERPRET)
         dak = tl.dot(dv, tl.trans(u), dak)
+        v = tl.load(v_ptr + row[:, None] * v_stride + at, mask=held, other=0.0)
+        along = tl.dot(dv, tl.trans(operand(v, OPERAND, INTERPRET)), along)
 
-    b = tl.load(b_ptr + (token + row) * b_stride + h, mask=valid, other=0.0).to(tl.float32)
-    beta = reciprocal(1.0 + exp2(b * -LOG2E, INTERPRET), INTERPRET)
-    db = diagonal(dak, C) / tl.maximum(beta, 1e-30) * (1.0 - beta)
-    tl.store(db_ptr + (token + row) * H + h, db.to(db_ptr.dtype.element_ty), mask=valid)
-
+    tl.store(norms_ptr + 3 * C + row, diagonal(along, C))
+    tl.debug_barrier()  # other threads will read it
     i, j = row[:, None], row[None, :]
-    da = tl.where(i >= j, da, 0.0)
-    dak = tl.where(i > j, -dak, 0.0)
+    beta = tl.load(norms_ptr + 2 * C + row)[None, :]
+    da = tl.where(i >= j, da, 0.0) * beta
+    dak = tl.where(i > j, -dak, 0.0) * beta
     size = tl.max(tl.max(tl.maximum(tl.abs(da), tl.abs(dak)), 1), 0)
     unit = tl.maximum(size, 1e-20) * 0.03125
     per_unit = 1.0 / unit
@@ -160,29 +163,29 @@ def local_kernel(
     rate = exp2(tl.load(A_log_ptr + h).to(tl.float32) * LOG2E, INTERPRET)
     if BOUNDED:
         local_channels(
-            own_a, own_b, da_aa, da_ba, da_bb, dak_aa, dak_ba, dak_bb, unit, q_ptr, k_ptr, z_ptr, do_ptr, dv_ptr, rate,
-            dt_bias_ptr + h * K, ones_ptr, u_ptr, states_ptr, dstates_ptr, totals_ptr, norms_ptr, dq_ptr, dk_ptr,
-            dz_ptr, dbias_ptr, drate_ptr, count, q_stride, k_stride, z_stride, do_stride, lower_bound, scale,
-            H, K, V, BV, OPERAND, INTERPRET,
+            own_a, own_b, da_aa, da_ba, da_bb, dak_aa, dak_ba, dak_bb, unit, q_ptr, k_ptr, z_ptr,
+            do_ptr, dv_ptr, rate, dt_bias_ptr + h * K, ones_ptr, u_ptr, states_ptr, dstates_ptr, totals_ptr, norms_ptr,
+            dq_ptr, dk_ptr, dz_ptr, db_ptr, dbias_ptr, drate_ptr, count, q_stride, k_stride, z_stride, do_stride,
+            lower_bound, scale, H, K, V, BV, OPERAND, INTERPRET,
         )  # fmt: skip
     else:
         local_channels_directly(
-            own_a, own_b, da_aa, da_ba, da_bb, dak_aa, dak_ba, dak_bb, unit, q_ptr, k_ptr, z_ptr, do_ptr, dv_ptr, rate,
-            dt_bias_ptr + h * K, ones_ptr, u_ptr, states_ptr, dstates_ptr, totals_ptr, norms_ptr, dq_ptr, dk_ptr,
-            dz_ptr, dbias_ptr, drate_ptr, count, q_stride, k_stride, z_stride, do_stride, scale,
+            own_a, own_b, da_aa, da_ba, da_bb, dak_aa, dak_ba, dak_bb, unit, q_ptr, k_ptr, z_ptr,
+            do_ptr, dv_ptr, rate, dt_bias_ptr + h * K, ones_ptr, u_ptr, states_ptr, dstates_ptr, totals_ptr, norms_ptr,
+            dq_ptr, dk_ptr, dz_ptr, db_ptr, dbias_ptr, drate_ptr, count, q_stride, k_stride, z_stride, do_stride, scale,
             H, K, V, BV, OPERAND, INTERPRET,
         )  # fmt: skip
 
 
 @triton.jit
 def local_channels(
-    own_a, own_b, da_aa, da_ba, da_bb, dak_aa, dak_ba, dak_bb, unit, q_ptr, k_ptr, z_ptr, do_ptr, dv_ptr, rate,
-    dt_bias_ptr, ones_ptr, u_ptr, states_ptr, dstates_ptr, totals_ptr, norms_ptr, dq_ptr, dk_ptr, dz_ptr,
-    dbias_ptr, drate_ptr, count, q_stride, k_stride, z_stride, do_stride, lower_bound, scale,
+    own_a, own_b, da_aa, da_ba, da_bb, dak_aa, dak_ba, dak_bb, unit, q_ptr, k_ptr, z_ptr,
+    do_ptr, dv_ptr, rate, dt_bias_ptr, ones_ptr, u_ptr, states_ptr, dstates_ptr, totals_ptr, norms_ptr, dq_ptr, dk_ptr,
+    dz_ptr, db_ptr, dbias_ptr, drate_ptr, count, q_stride, k_stride, z_stride, do_stride, lower_bound, scale,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     OPERAND: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dz and the parameters' gradients. Tiles are [K, 32]."""
+    """dq, dk, dz, db and the parameters' gradients. Tiles are [K, 32]."""
     C: tl.constexpr = tl.constexpr(64)
     R: tl.constexpr = tl.constexpr(32)
     row = tl.arange(0, R)
@@ -260,14 +263,15 @@ def local_channels(
     dq = (q_norm * scale * unit) * dq - (q_norm * read / scale) * q
     at_K = channel[None, :] + at_b * (H * K)
     tl.store(dq_ptr + at_K, tl.trans(dq.to(dq_ptr.dtype.element_ty)), mask=in_b)
-    end *= exp2(t3, INTERPRET) * per_unit
+    end *= exp2(t3, INTERPRET) * per_unit * tl.load(at_norms + 2 * C + R)[None, :]
     carried += tl.sum(k_down.to(tl.float32) * end, 1)[:, None]
     end = tl.dot(q_up, operand(da_bb, OPERAND, INTERPRET), end)
     end = tl.dot(k_up, operand(dak_bb, OPERAND, INTERPRET), end)
     dG -= k_down.to(tl.float32) * end
     dk += end * down
-    known = tl.sum(k_b * dk, 0)[None, :] * unit
-    dk = k_norm_b * (unit * dk - k_b * known)
+    known = tl.sum(k_b * dk, 0) * unit
+    store_db(known, at_norms + 2 * C + R, db_ptr + (row + R) * H, row + R < count)
+    dk = k_norm_b * (unit * dk - k_b * known[None, :])
     tl.store(dk_ptr + at_K, tl.trans(dk.to(dk_ptr.dtype.element_ty)), mask=in_b)
     dg_b = times_ones(dG, later, 3, OPERAND, INTERPRET)
     after = tl.sum(dG, 1)[:, None]
@@ -304,7 +308,7 @@ def local_channels(
     dq = (q_norm * scale * unit) * dq - (q_norm * read / scale) * q
     at_K = channel[None, :] + at_a * (H * K)
     tl.store(dq_ptr + at_K, tl.trans(dq.to(dq_ptr.dtype.element_ty)), mask=in_a)
-    end *= exp2(t1 + t2 + t3, INTERPRET) * per_unit
+    end *= exp2(t1 + t2 + t3, INTERPRET) * per_unit * tl.load(at_norms + 2 * C)[None, :]
     carried += tl.sum(k_down.to(tl.float32) * end, 1)[:, None]
     end = tl.dot(q_up, operand(da_aa, OPERAND, INTERPRET), end)
     end = tl.dot(k_up, operand(dak_aa, OPERAND, INTERPRET), end)
@@ -313,8 +317,9 @@ def local_channels(
     to_b = tl.dot(k_r, operand(dak_ba, OPERAND, INTERPRET), to_b)
     dG -= k_c.to(tl.float32) * to_b
     dk += (end + to_b * d1) * down
-    known = tl.sum(k_a * dk, 0)[None, :] * unit
-    dk = k_norm_a * (unit * dk - k_a * known)
+    known = tl.sum(k_a * dk, 0) * unit
+    store_db(known, at_norms + 2 * C, db_ptr + row * H, row < count)
+    dk = k_norm_a * (unit * dk - k_a * known[None, :])
     tl.store(dk_ptr + at_K, tl.trans(dk.to(dk_ptr.dtype.element_ty)), mask=in_a)
     dg_a = times_ones(dG, later, 3, OPERAND, INTERPRET) + (after + carried)
     dg_b += carried

@@ -3,9 +3,9 @@
 With G the log2-decay summed from the chunk's first row through each row (Gc: through the last), S the state before the
 chunk and b = diag(beta):
 
-    A  = tril( [q 2^G] [k 2^-G]^T )        L = strict_tril( b [k 2^G] [k 2^-G]^T )        T = (I + L)^-1 b
+    A  = tril( [q 2^G] [k 2^-G]^T ) b      L = strict_tril( [k 2^G] [k 2^-G]^T ) b        T = (I + L)^-1
     W  = T (k 2^G)                         U = T v - W S
-    o  = (q 2^G) S + A U                   S' = diag(2^Gc) S + (k 2^(Gc-G))^T U
+    o  = (q 2^G) S + A U                   S' = diag(2^Gc) S + (b k 2^(Gc-G))^T U
 
 Only U and S' depend on earlier chunks: that is `state_pass`, the one loop over chunks. 2^-G overflows, so A and L are
 made of blocks, each with its own origin for G. The README derives all of this from the recurrence.
@@ -61,13 +61,13 @@ def kda(
     decay = decays(sums)
     halves = DirectHalves(sums, k_MHCK) if gate.lower_bound is None else AnchoredHalves(sums, k_MHCK)
 
-    a_MHCC = pair_products(q_MHCK, k_MHCK, halves, decay).tril()
     # The mask comes before beta: above the diagonal there may be infinities, whose product with a gradient of 0 is NaN.
-    l_MHCC = beta_MHC1 * pair_products(k_MHCK, k_MHCK, halves, decay).tril(-1)
-    t_MHCC = inverse_of_unit_lower(l_MHCC) * beta_MHC1.mT
+    a_MHCC = pair_products(q_MHCK, k_MHCK, halves, decay).tril() * beta_MHC1.mT
+    l_MHCC = pair_products(k_MHCK, k_MHCK, halves, decay).tril(-1) * beta_MHC1.mT
+    t_MHCC = inverse_of_unit_lower(l_MHCC)
     w_MHCK = t_MHCC @ (k_MHCK * decay.from_start_MHCK)
     u_MHCV, states_MHVK, final_SHVK = state_pass(
-        w_MHCK, t_MHCC @ v_MHCV, k_MHCK * decay.to_end_MHCK, decay.whole_MH1K, state_SHVK, schedule
+        w_MHCK, t_MHCC @ v_MHCV, beta_MHC1 * k_MHCK * decay.to_end_MHCK, decay.whole_MH1K, state_SHVK, schedule
     )
     o_MHCV = (q_MHCK * decay.from_start_MHCK) @ states_MHVK.mT + a_MHCC @ u_MHCV
     return schedule.scatter(o_MHCV).to(v_NHV.dtype), final_SHVK

@@ -4,12 +4,12 @@
 last chunk to the first:
 
     dU = A^T dO + E dS'          dV = T^T dU          dS = Q^T dO + diag(2^Gc) dS' - (k 2^G)^T dV
-    with Q = q 2^G, E = k 2^(Gc-G)
+    with Q = q 2^G, E = b k 2^(Gc-G)
 
 and then, for every chunk by itself,
 
-    dA = tril(dO U^T)                  dAk = -strict_tril(dV U^T)        where L = diag(b) Ak
-    dQ = dO S^T                        dE  = U dS'^T                     dKg = -dV S^T, gradient of k 2^G
+    dA = tril(dO U^T) b                dAk = -strict_tril(dV U^T) b      gradients of A and L before b multiplies them
+    dQ = dO S^T                        dE  = b U dS'^T                   dKg = -dV S^T, gradient of k 2^G
     dq = sum_j dA_ij k_j 2^(Gi-Gj)  + 2^G dQ
     dk = sum_j dAk_ij k_j 2^(Gi-Gj) + 2^G dKg  =: dk_row
        + sum_i (dA_ij q_i + dAk_ij k_i) 2^(Gi-Gj) + 2^(Gc-G) dE  =: dk_col
@@ -19,14 +19,15 @@ A token's read of its own write, dA_ii, decays by nothing: it is in q dq as in k
 left out of the sums until dG is formed. Under a shut gate it is e^5 times what remains, and a difference of two rounded
 numbers would be all error.
 
-Neither the gradient of T nor its path through the inverse appears. Differentiating (I + L) U = diag(b) (V - k 2^G S)
-as an equation gives that path at once: Z = (I + L)^-T dU is the gradient of the right side, dV = diag(b) Z, and L
-receives -Z U^T.
+Neither the gradient of T nor its path through the inverse appears. Differentiating (I + L) U = V - k 2^G S as an
+equation gives that path at once: (I + L)^-T dU is the gradient of the right side, so it is dV, and L receives -dV U^T.
 
-Scaling q of one token scales its output; scaling its k or b acts like a change of its v. That gives three sums without
-any gradient of q or k. With u = U / b, what the state did not yet know of v:
+Scaling q of one token scales its output; scaling its k or b acts like a change of its v. That gives sums without any
+gradient of q or k. U is what the state did not yet know of v:
 
-    sum_K q dq = sum_V o dO         sum_K k dk = sum_V dV (2 u - v)         beta dbeta = sum_V dV u
+    sum_K q dq = sum_V o dO         sum_K k dk = sum_V dV (2 U - V)         beta dbeta = sum_V dV U
+
+The kernel takes the last from the second, (sum_K k dk + sum_V dV V) / 2: there U, which is rounded, is not needed.
 
 Suffixes as in `chunk.py`.
 """
@@ -104,10 +105,10 @@ def kda_backward(
     decay = decays(sums)
     halves = DirectHalves(sums, k_MHCK) if gate.lower_bound is None else AnchoredHalves(sums, k_MHCK)
 
-    a_MHCC = pair_products(q_MHCK, k_MHCK, halves, decay).tril()
-    l_MHCC = beta_MHC1 * pair_products(k_MHCK, k_MHCK, halves, decay).tril(-1)
-    t_MHCC = inverse_of_unit_lower(l_MHCC) * beta_MHC1.mT
-    k_start_MHCK, k_end_MHCK = k_MHCK * decay.from_start_MHCK, k_MHCK * decay.to_end_MHCK
+    a_MHCC = pair_products(q_MHCK, k_MHCK, halves, decay).tril() * beta_MHC1.mT
+    l_MHCC = pair_products(k_MHCK, k_MHCK, halves, decay).tril(-1) * beta_MHC1.mT
+    t_MHCC = inverse_of_unit_lower(l_MHCC)
+    k_start_MHCK, k_end_MHCK = k_MHCK * decay.from_start_MHCK, beta_MHC1 * k_MHCK * decay.to_end_MHCK
     q_start_MHCK = q_MHCK * decay.from_start_MHCK
     u_MHCV, states_MHVK, _ = state_pass(
         t_MHCC @ k_start_MHCK, t_MHCC @ v_MHCV, k_end_MHCK, decay.whole_MH1K, state_SHVK, schedule
@@ -115,12 +116,12 @@ def kda_backward(
     operands = (a_MHCC, t_MHCC, q_start_MHCK, k_start_MHCK, k_end_MHCK, decay.whole_MH1K, do_MHCV)
     dv_MHCV, dstates_MHVK, dinitial_SHVK = reverse_pass(*operands, dfinal_SHVK.to(dtype), schedule)
 
-    da_MHCC = (do_MHCV @ u_MHCV.mT).tril()
+    da_MHCC = (do_MHCV @ u_MHCV.mT).tril() * beta_MHC1.mT
     own_MHC1 = da_MHCC.diagonal(dim1=-2, dim2=-1)[..., None]
     da_MHCC = da_MHCC.tril(-1)
-    dak_MHCC = -(dv_MHCV @ u_MHCV.mT).tril(-1)
+    dak_MHCC = -(dv_MHCV @ u_MHCV.mT).tril(-1) * beta_MHC1.mT
     dq_MHCK, dk_row_MHCK, dk_col_MHCK = pair_gradients(da_MHCC, dak_MHCC, q_MHCK, k_MHCK, sums, decay, gate)
-    end_MHCK = decay.to_end_MHCK * (u_MHCV @ dstates_MHVK)
+    end_MHCK = beta_MHC1 * decay.to_end_MHCK * (u_MHCV @ dstates_MHVK)
     dq_MHCK += decay.from_start_MHCK * (do_MHCV @ states_MHVK)
     dk_row_MHCK -= decay.from_start_MHCK * (dv_MHCV @ states_MHVK)
     dk_col_MHCK += end_MHCK
@@ -131,9 +132,8 @@ def kda_backward(
     carried_MH1K += decay.whole_MH1K * (states_MHVK * dstates_MHVK).sum(-2, keepdim=True)
     dg_MHCK = dG_MHCK.flip(-2).cumsum(-2).flip(-2) + carried_MH1K
 
-    added_MHCV = u_MHCV / beta_MHC1.clamp_min(1e-30)
-    known_MHC = (dv_MHCV * (2 * added_MHCV - v_MHCV)).sum(-1, keepdim=True)
-    db_MHC1 = (dv_MHCV * added_MHCV).sum(-1, keepdim=True) * (1 - beta_MHC1)
+    known_MHC = (dv_MHCV * (2 * u_MHCV - v_MHCV)).sum(-1, keepdim=True)
+    db_MHC1 = (dv_MHCV * u_MHCV).sum(-1, keepdim=True) * (1 - beta_MHC1)
     o_MHCV = q_start_MHCK @ states_MHVK.mT + a_MHCC @ u_MHCV
     read_MHC = (o_MHCV * do_MHCV).sum(-1, keepdim=True)
     scale = q_NHK.shape[-1] ** -0.5

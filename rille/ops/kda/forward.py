@@ -2,10 +2,11 @@
 
 What the backward pass reads besides the op's inputs is T and A of the chunks m of `packing.chunks(64)`:
 
-    T [M, H, 64, 64] bf16   (I + L)^-1 diag(beta)             A [M, H, 64, 64] bf16   scores, diagonal included
+    T [M, H, 64, 64] bf16   (I + L)^-1             A [M, H, 64, 64] bf16   scores times beta, diagonal included
 
-both lower triangular, zeros above the diagonal and in the rows and columns of a tail that hold no token. -W, q 2^G, k
-2^(Gc-G) and 2^Gc live only from one kernel to the next; `intra` makes them again from a given T, without the solve.
+both lower triangular, zeros above the diagonal and in the rows and columns of a tail that hold no token, but for T's
+diagonal of ones. -W, q 2^G, beta k 2^(Gc-G) and 2^Gc live only from one kernel to the next; `intra` makes them again
+from a given T, without the solve.
 
 Suffixes: N packed tokens, S sequences, M chunks, H heads, C = 64 rows of a chunk, K key channels, V value channels.
 """
@@ -77,7 +78,8 @@ def forward(
     tensors, bound = (q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate.A_log, gate.dt_bias), gate.lower_bound
     inputs = (*tensors, bound if bound is None else float(bound), *indices)
     (_, H, K), V = q_NHK.shape, v_NHV.shape[2]
-    segments = list(segments_of(packing, H, multiprocessors(q_NHK.device), K, V) or ())
+    gradients = differentiated(*tensors, state if isinstance(state, Tensor) else None)
+    segments = list(segments_of(packing, H, multiprocessors(q_NHK.device), K, V, gradients) or ())
     if isinstance(state, PooledState):
         run = forward_in_pool if plain(*tensors) else forward_in_pool_op
         o_NHV, t_MHCC, a_MHCC = run(*inputs, state.pool, state.slots, state.checkpoints, segments)
@@ -89,11 +91,13 @@ def forward(
 def plain(*tensors: Tensor | None) -> bool:
     """Nobody but the caller looks on, neither autograd nor a compiler nor a subclass of tensors: the op's body runs as
     it is, which spares the dispatcher's 30 to 50 microseconds."""
-    if torch.compiler.is_compiling():
-        return False
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+    if torch.compiler.is_compiling() or differentiated(*tensors):
         return False
     return type(tensors[0]) is Tensor
+
+
+def differentiated(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def forward_from_states(

@@ -3,9 +3,9 @@
 With G the log2-decay summed from the chunk's first row through each row (Gc: through the last), b = diag(beta), q and k
 normalised:
 
-    A = tril( [q 2^G] [k 2^-G]^T )     L = strict_tril( b [k 2^G] [k 2^-G]^T )     T = (I + L)^-1 b     W = T (k 2^G)
+    A = tril( [q 2^G] [k 2^-G]^T ) b     L = strict_tril( [k 2^G] [k 2^-G]^T ) b     T = (I + L)^-1     W = T (k 2^G)
 
-It stores T, A, and the operands of the state pass: -W, q 2^G, k 2^(Gc-G), 2^Gc. `chunk.py` is the same algebra in
+It stores T, A, and the operands of the state pass: -W, q 2^G, b k 2^(Gc-G), 2^Gc. `chunk.py` is the same algebra in
 PyTorch.
 
 2^-G overflows, so factors are anchored. Rows come in tiles of 16, two tiles make a half. x = G - G at the border
@@ -21,7 +21,7 @@ The softplus gate has no bound. Its tiles on the diagonal are summed pair by pai
 tiles and all other factors are exponentials of sums that are never positive.
 
 Suffixes: C = 64 rows of a chunk, K key channels. Rows of a tail that hold no token are loaded as zeros (never read: a
-neighbour may hold NaN), with g = 0 and beta = 0: they neither write nor decay.
+neighbour may hold NaN), with g = 0 and beta = 0: they neither write nor decay. T has a 1 on the diagonal there too.
 """
 
 # The kernels' language is compiled by Triton; a type checker reads it as Python and objects.
@@ -233,7 +233,7 @@ def intra_kernel(
     a_ptr,  # [M, H, C, C]
     w_ptr,  # [M, H, C, K]: -W; None leaves out this one and the three that follow
     q_out_ptr,  # [M, H, C, K]: q 2^G
-    k_out_ptr,  # [M, H, C, K]: k 2^(Gc-G)
+    k_out_ptr,  # [M, H, C, K]: b k 2^(Gc-G)
     decay_ptr,  # fp32 [M, H, K]: 2^Gc
     q_stride,
     k_stride,
@@ -284,6 +284,8 @@ def intra_kernel(
         up = tl.exp2(tl.minimum(x, 0.0))
         down = tl.exp2(tl.minimum(-x, 0.0))
 
+    b = tl.load(b_ptr + token * b_stride + h, mask=valid, other=0.0).to(tl.float32)
+    beta = tl.where(valid, reciprocal(1.0 + exp2(b * -LOG2E, INTERPRET), INTERPRET), 0.0)
     k = tl.load(k_ptr + token[:, None] * k_stride + place[None, :], mask=held, other=0.0).to(tl.float32)
     k *= inverse_root(tl.sum(k * k, 1) + 1e-6, INTERPRET)[:, None]
     q = tl.load(q_ptr + token[:, None] * q_stride + place[None, :], mask=held, other=0.0).to(tl.float32)
@@ -307,7 +309,7 @@ def intra_kernel(
         k_start, q_start = k * from_start, q * from_start
         k_end = k * shifted(-x, by_half(t1 + t2 + t3, t3), K)
     if w_ptr is not None:
-        tl.store(k_out_ptr + at_K, k_end.to(OPERAND))
+        tl.store(k_out_ptr + at_K, (k_end * beta[:, None]).to(OPERAND))
         tl.store(q_out_ptr + at_K, q_start.to(OPERAND))
     k_start = operand(k_start, OPERAND, INTERPRET)
 
@@ -322,12 +324,9 @@ def intra_kernel(
         else:
             l_tiles, a_tiles = direct_tiles(k, k, x, K), direct_tiles(q, k, x, K)
         a = tl.where(row[:, None] >= row[None, :], pick(a_tiles, a_half, a_off, BOUNDED), 0.0)
-        tl.store(a_ptr + at_C, a.to(OPERAND))
-        b = tl.load(b_ptr + token * b_stride + h, mask=valid, other=0.0).to(tl.float32)
-        beta = tl.where(valid, reciprocal(1.0 + exp2(b * -LOG2E, INTERPRET), INTERPRET), 0.0)
+        tl.store(a_ptr + at_C, (a * beta[None, :]).to(OPERAND))
         lower = tl.where(row[:, None] > row[None, :], pick(l_tiles, l_half, l_off, BOUNDED), 0.0)
-        lower *= beta[:, None]
-        t = (inverse_of_unit_lower(lower, INTERPRET) * beta[None, :]).to(OPERAND)
+        t = inverse_of_unit_lower(lower * beta[None, :], INTERPRET).to(OPERAND)
         tl.store(t_ptr + at_C, t)
     if w_ptr is not None:
         w = tl.dot(operand(t, OPERAND, INTERPRET), k_start)

@@ -225,7 +225,7 @@ def intra_tile_kernel(
     start_s = gl.allocate_shared_memory(BF16, [64, K], w_desc.layout)  # k 2^G
     kw_s = gl.allocate_shared_memory(BF16, [64, K], w_desc.layout)  # factors with the middle as origin
     totals_s = gl.allocate_shared_memory(gl.float32, [4, K], LINE)
-    factors_s = gl.allocate_shared_memory(gl.float32, [2, 64], LINE)  # 1 / |row| of k and of q
+    factors_s = gl.allocate_shared_memory(gl.float32, [3, 64], LINE)  # 1 / |row| of k and of q; beta
     bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(bars.index(0), count=1)
     mbarrier.init(bars.index(1), count=1)
@@ -278,11 +278,13 @@ def intra_tile_kernel(
         cut_tail(k_s, count, 0.0, K, num_warps)
     factors_s.index(0).store(row_factor(k_s, K, num_warps))
     factors_s.index(1).store(row_factor(q_s, K, num_warps) * scale)
+    i = gl.arange(0, 64, gl.BlockedLayout([1], [32], [num_warps], [0]))
+    b = gl.load(b_ptr + (start + i).to(gl.int64) * b_stride + h, mask=i < count, other=0.0).to(gl.float32)
+    factors_s.index(2).store(gl.where(i < count, reciprocal(1.0 + exp2(b * -LOG2E)), 0.0))
     k_all, q_all = tiles_of(k_s, TILES, FLAT, K), tiles_of(q_s, TILES, FLAT, K)
-    k_factors, q_factors = (
-        factors_s.index(0)._reinterpret(gl.float32, [4, 16], PLAIN),
-        factors_s.index(1)._reinterpret(gl.float32, [4, 16], PLAIN),
-    )
+    k_factors = factors_s.index(0)._reinterpret(gl.float32, [4, 16], PLAIN)
+    q_factors = factors_s.index(1)._reinterpret(gl.float32, [4, 16], PLAIN)
+    betas = factors_s.index(2)._reinterpret(gl.float32, [4, 16], PLAIN)
     at = out * (64 * K) + (tile_p[:, None][:, None, :] * 16 + row_p) * K + channel_p[None, :][:, None, :]
     x_parts, k_parts, q_parts = quarters_of(x, PART), quarters_of(k_all, PART), quarters_of(q_all, PART)
     if not SOLVED:
@@ -303,7 +305,8 @@ def intra_tile_kernel(
         begin = gl.where(late, middle, up) * from_start
         put(start_s, k * begin, p, R, K)
         gl.store(q_out_ptr + at + p * R * K, (q * begin).to(BF16))
-        end = gl.where(late, down, middle) * to_end
+        beta = betas.slice(p * R, R, 1).load(gl.SliceLayout(2, PART))[:, :, None]
+        end = gl.where(late, down, middle) * to_end * beta
         gl.store(k_out_ptr + at + p * R * K, (k * end).to(BF16))
     if SOLVED:
         t = given_s.load(SQUARE)
@@ -317,10 +320,7 @@ def intra_tile_kernel(
         a_off = warpgroup_mma(qw_s, kw_s.permute((1, 0)), zero, use_acc=False, is_async=True)
         i = gl.arange(0, 64, gl.SliceLayout(1, SQUARE))
         j = gl.arange(0, 64, gl.SliceLayout(0, SQUARE))
-        b_row = gl.load(b_ptr + (start + i).to(gl.int64) * b_stride + h, mask=i < count, other=0.0).to(gl.float32)
-        b_column = gl.load(b_ptr + (start + j).to(gl.int64) * b_stride + h, mask=j < count, other=0.0).to(gl.float32)
-        beta_row = gl.where(i < count, reciprocal(1.0 + exp2(b_row * -LOG2E)), 0.0)[:, None]
-        beta_column = gl.where(j < count, reciprocal(1.0 + exp2(b_column * -LOG2E)), 0.0)[None, :]
+        beta = factors_s.index(2).load(gl.SliceLayout(0, SQUARE))[None, :]
         i, j = i[:, None], j[None, :]
         same = i // 32 == j // 32
         l_half, a_half, l_off, a_off = warpgroup_mma_wait(0, deps=(l_half, a_half, l_off, a_off))
@@ -328,19 +328,18 @@ def intra_tile_kernel(
         l_off, a_off = in_order(l_off, SQUARE), in_order(a_off, SQUARE)
         gl.thread_barrier()  # the operands' places are free
         a_s = q_s._reinterpret(BF16, [64, 64], a_desc.layout)
-        a_s.store(gl.where(i >= j, gl.where(same, a_half, a_off), 0.0).to(BF16))
+        a_s.store((gl.where(i >= j, gl.where(same, a_half, a_off), 0.0) * beta).to(BF16))
         if K == 128:
             l_s = z_s._reinterpret(gl.float32, [64, 64], PLAIN)
         else:
             l_s = gl.allocate_shared_memory(gl.float32, [64, 64], PLAIN)
-        l_s.store(gl.where(i > j, gl.where(same, l_half, l_off), 0.0) * beta_row)
+        l_s.store(gl.where(i > j, gl.where(same, l_half, l_off), 0.0) * beta)
         fence_async_shared()
         gl.thread_barrier()
         tma.async_copy_shared_to_global(a_desc, [program * 64, 0], a_s)
         invert(l_s, kw_s, qw_s, num_warps)
         gl.thread_barrier()
-        t = gl.where(i >= j, l_s.load(SQUARE), 0.0) * beta_column
-        t = t.to(BF16)
+        t = gl.where(i >= j, l_s.load(SQUARE), 0.0).to(BF16)
         t_s = k_s._reinterpret(BF16, [64, 64], t_desc.layout)
         t_s.store(t)
         parts_s = qw_s._reinterpret(BF16, [64, 64], t_desc.layout)

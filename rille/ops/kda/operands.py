@@ -22,7 +22,7 @@ class Intra(NamedTuple):
     a_MHCC: Tensor
     minus_w_MHCK: Tensor
     q_start_MHCK: Tensor  # q 2^G, normalised and scaled
-    k_end_MHCK: Tensor  # k 2^(Gc-G), normalised
+    k_end_MHCK: Tensor  # beta k 2^(Gc-G), normalised
     decay_MHK: Tensor  # 2^Gc, fp32
 
 

@@ -64,7 +64,7 @@ def border_gradients(
     transitions_PHKK: Tensor,
     dfinal_SHVK: Tensor | None,
 ) -> Tensor:
-    """fp32 [G, H, V, K]: the gradient of the state after each segment. operands: T, A, q 2^G, -k 2^G, k 2^(Gc-G)."""
+    """fp32 [G, H, V, K]: the gradient of the state after each segment. operands: T, A, q 2^G, -k 2^G, b k 2^(Gc-G)."""
     (_, H, V), (_, _, K), dtype = do_NHV.shape, decay_MHK.shape, operands[0].dtype
     dstates_GHVK = do_NHV.new_empty(segments.first_G.shape[0], H, V, K, dtype=torch.float32)
     tiles = [rows_of(x, CHUNK) for x in operands]

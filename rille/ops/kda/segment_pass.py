@@ -131,7 +131,7 @@ def reverse_segment_kernel(
     a_desc,
     q_desc,  # [M * H * C, K]: q 2^G
     k_start_desc,  # [M * H * C, K]: -k 2^G
-    k_end_desc,  # [M * H * C, K]: k 2^(Gc-G)
+    k_end_desc,  # [M * H * C, K]: b k 2^(Gc-G)
     do_ptr,  # [N, H, V], with any stride between tokens
     decay_ptr,  # fp32 [M, H, K]
     jobs_ptr,  # int32 [J, 6]: as in `segment_kernel`, but rows of `dstates` that take the gradient after and before it

@@ -73,6 +73,12 @@ class Costs:
     bytes: float = 4.0e6  # that the card moves in a microsecond
     host: float = 210.0  # a call that is not cut
     host_cut: float = 400.0
+    back_first: float = 46.0  # backward: its first and last kernel, and the bytes of its passes, a chunk and head
+    back_step: float = 3.95  # both passes, 64 value rows
+    wide_back: float = 9.9  # both with 128 value rows: they wait for memory, a chunk and head on one multiprocessor
+    back_segment_step: float = 1.0
+    host_train: float = 1400.0  # forward and backward
+    host_train_cut: float = 2300.0
     margin: float = 0.95  # cut only where it takes at most this part of the time
 
 
@@ -84,11 +90,13 @@ def plan_segments(
     V: int = 128,
     size: int | Literal["auto"] | None = "auto",
     costs: Costs = Costs(),
+    gradients: bool = False,
 ) -> Plan | None:
     """Chunks of each segment of each sequence, or None where nothing is to be cut.
 
-    lengths: tokens of each sequence. size: as in `cutting`. Pure arithmetic on host numbers. All segments of a batch
-    have about the same size, so short sequences stay whole.
+    lengths: tokens of each sequence. size: as in `cutting`. gradients: weigh the backward pass, which takes the same
+    segments, as well. Pure arithmetic on host numbers. All segments of a batch have about the same size, so short
+    sequences stay whole.
     """
     chunks = [ceil(n / CHUNK) for n in lengths]
     if size is None or max(chunks, default=0) < 2:
@@ -97,10 +105,11 @@ def plan_segments(
         plan = tuple(cut(n, size) for n in chunks)
         return plan if any(len(sizes) > 1 for sizes in plan) else None
     whole = tuple((n,) for n in chunks)
-    best, limit = None, costs.margin * microseconds(whole, heads, multiprocessors, K, V, costs)
+    weigh = train_microseconds if gradients else microseconds
+    best, limit = None, costs.margin * weigh(whole, heads, multiprocessors, K, V, costs)
     for candidate in sorted({ceil(max(chunks) / n) for n in range(2, MOST_SEGMENTS + 1)}):
         plan = tuple(cut(n, candidate) for n in chunks)
-        cost = microseconds(plan, heads, multiprocessors, K, V, costs)
+        cost = weigh(plan, heads, multiprocessors, K, V, costs)
         if candidate >= SHORTEST_SEGMENT and cost < limit:
             best, limit = plan, cost
     return best
@@ -117,33 +126,55 @@ def cut(chunks: int, size: int) -> tuple[int, ...]:
     return (least + 1,) * longer + (least,) * (count - longer)
 
 
+def rounds(sizes: list[int], programs: int, multiprocessors: int) -> float:
+    """Steps, one after another, of work with so many programs for each of its segments."""
+    return max(max(sizes), ceil(len(sizes) * programs / multiprocessors) * sum(sizes) / len(sizes))
+
+
 def microseconds(plan: Plan, heads: int, multiprocessors: int, K: int, V: int, costs: Costs) -> float:
     """What a forward call takes."""
+    device_us, is_cut = forward_us(plan, heads, multiprocessors, K, V, costs), any(len(sizes) > 1 for sizes in plan)
+    return max(device_us, costs.host_cut if is_cut else costs.host)
+
+
+def train_microseconds(plan: Plan, heads: int, multiprocessors: int, K: int, V: int, costs: Costs) -> float:
+    """What a call takes with its backward pass."""
+    segments = [n for sizes in plan for n in sizes]
+    later = [n for sizes in plan for n in sizes[1:]]
+    values = heads * V // 64
+    device_us = forward_us(plan, heads, multiprocessors, K, V, costs)
+    device_us += costs.back_first * heads * sum(segments) / multiprocessors
+    if V > 64 and len(segments) * values > multiprocessors:
+        device_us += costs.wide_back * heads * sum(segments) / multiprocessors
+    else:
+        device_us += costs.back_step * rounds(segments, values, multiprocessors)
+    if not later:
+        return max(device_us, costs.host_train)
+    device_us += costs.back_segment_step * rounds(later, values, multiprocessors) + costs.launch
+    device_us += costs.fold_step * (max(len(sizes) for sizes in plan) - 2)
+    return max(device_us, costs.host_train_cut)
+
+
+def forward_us(plan: Plan, heads: int, multiprocessors: int, K: int, V: int, costs: Costs) -> float:
     segments = [n for sizes in plan for n in sizes]
     local = [n for sizes in plan for n in sizes[:-1]]
     products = [n for sizes in plan for n in sizes[1:-1]]
     values, units = heads * V // 64, heads * K // 64
-
-    def rounds(programs: int, steps: int, longest: int, step: float) -> float:
-        return step * max(longest, ceil(programs / multiprocessors) * steps / max(programs, 1))
-
-    programs, steps = len(segments) * values, sum(segments) * values
-    if V > 64 and programs > multiprocessors:
-        pass_us = rounds(programs // 2, steps // 2, max(segments), costs.wide_step)
+    if V > 64 and len(segments) * values > multiprocessors:
+        pass_us = costs.wide_step * rounds(segments, values // 2, multiprocessors)
     else:
-        pass_us = rounds(programs, steps, max(segments), costs.pass_step)
+        pass_us = costs.pass_step * rounds(segments, values, multiprocessors)
     pass_bytes = 2 * CHUNK * (2 * CHUNK + 3 * K + 2 * V) * heads * sum(segments)
     device_us = costs.first * heads * sum(segments) / multiprocessors + max(pass_us, pass_bytes / costs.bytes)
     if not local:
-        return max(device_us, costs.host)
+        return device_us
     programs = len(local) * values + len(products) * units
     steps = sum(local) * values + sum(products) * units
-    segment_us = rounds(programs, steps, max(local), costs.segment_step)
+    segment_us = costs.segment_step * max(max(local), ceil(programs / multiprocessors) * steps / programs)
     segment_bytes = 2 * CHUNK * (CHUNK + 2 * K + V) * heads * sum(local)
     device_us += max(segment_us, segment_bytes / costs.bytes) + costs.launch
     folds = max(len(sizes) for sizes in plan) - 2
-    device_us += folds * costs.fold_step + (costs.launch if folds else 0.0)
-    return max(device_us, costs.host_cut)
+    return device_us + folds * costs.fold_step + (costs.launch if folds else 0.0)
 
 
 class Segments(NamedTuple):
@@ -167,11 +198,13 @@ class Segments(NamedTuple):
     back_Q3: Tensor
 
 
-def segments_of(packing: Packing, heads: int, multiprocessors: int, K: int, V: int) -> Segments | None:
+def segments_of(
+    packing: Packing, heads: int, multiprocessors: int, K: int, V: int, gradients: bool = False
+) -> Segments | None:
     """The tables for a batch on its device, or None where it stays whole. Planned once for a packing and a shape."""
-    key = ("kda segments", heads, multiprocessors, K, V, _size)
+    key = ("kda segments", heads, multiprocessors, K, V, _size, gradients)
     if key not in packing.derived:
-        plan = plan_segments(packing.lengths, heads, multiprocessors, K, V, _size)
+        plan = plan_segments(packing.lengths, heads, multiprocessors, K, V, _size, gradients=gradients)
         packing.derived[key] = tables(plan, packing) if plan is not None else None
     return packing.derived[key]
 
@@ -245,9 +278,9 @@ def transition_in_chunks(
     sums = chunk.tile_sums(schedule.gather(log_decay(z_NHK, gate, dtype) / log(2)))
     decay = chunk.decays(sums)
     halves = chunk.DirectHalves if gate.lower_bound is None else chunk.AnchoredHalves
-    l_MHCC = beta_MHC1 * chunk.pair_products(k_MHCK, k_MHCK, halves(sums, k_MHCK), decay).tril(-1)
-    t_MHCC = chunk.inverse_of_unit_lower(l_MHCC) * beta_MHC1.mT
-    w_MHCK, k_end_MHCK = t_MHCC @ (k_MHCK * decay.from_start_MHCK), k_MHCK * decay.to_end_MHCK
+    l_MHCC = chunk.pair_products(k_MHCK, k_MHCK, halves(sums, k_MHCK), decay).tril(-1) * beta_MHC1.mT
+    t_MHCC = chunk.inverse_of_unit_lower(l_MHCC)
+    w_MHCK, k_end_MHCK = t_MHCC @ (k_MHCK * decay.from_start_MHCK), beta_MHC1 * k_MHCK * decay.to_end_MHCK
     tv_MHCV, nothing_MHCK = t_MHCC @ schedule.gather(v_NHV.to(dtype)), torch.zeros_like(k_MHCK)
     *_, local_SHVK = chunk.state_pass(w_MHCK, tv_MHCV, k_end_MHCK, decay.whole_MH1K, zero_SHVK, schedule)
     *_, p_SHKK = chunk.state_pass(w_MHCK, nothing_MHCK, k_end_MHCK, decay.whole_MH1K, unit_SHKK, schedule)

@@ -88,7 +88,7 @@ SPILL: dict[str, Any] = {
 }
 SPECIMENS = [
     intra("k128", **SPILL),
-    intra("k64", K=64),
+    intra("k64", K=64, **SPILL),
     intra("solved", solved=True, **SPILL),
     intra("softplus", bounded=False, **SPILL),
     tiles("k128"),

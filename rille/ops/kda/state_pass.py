@@ -1,9 +1,9 @@
 """Second kernel of the KDA forward: the recurrence from chunk to chunk, and the output. One program a sequence, head
 and block of value channels; it holds its part of the state, [BV, K] in fp32, from the first chunk to the last.
 
-With S the state before the chunk, value-first, and the first kernel's T, A, -W, Q = q 2^G, E = k 2^(Gc-G), d = 2^Gc:
+With S the state before the chunk, value-first, and the first kernel's T, A, -W, Q = q 2^G, E = b k 2^(Gc-G), d = 2^Gc:
 
-    u   = v^T T^T + S (-W)^T          what the chunk writes, [BV, C]
+    u   = v^T T^T + S (-W)^T          what the states did not know of v, [BV, C]
     o^T = S Q^T + u A^T               [BV, C]
     S  <- S d + u E                   d for each key channel
 
