@@ -131,6 +131,11 @@ def compile_stages() -> list[str]:
     return []
 
 
+def compile_softplus() -> list[str]:
+    backward.draw(backward.SOFTPLUS).ours()
+    return []
+
+
 def compile_segments(name: str) -> list[str]:
     segments.measure(next(work for work in segments.WORKS if work.name == name), counts=(3,))
     return []
@@ -244,6 +249,14 @@ def time_stages(options: Options) -> None:
         append(options, "stages", {"work": name, **times})
 
 
+def time_kernels(options: Options) -> None:
+    """Each kernel of a call with its backward pass, for both gates."""
+    for work in (TRAIN["H96 T8192"], backward.SOFTPLUS):
+        case = backward.draw(work)
+        times = {"train": backward.median_ms(case.ours)} | backward.measure_stages(case, variants=False)
+        append(options, "kernels", {"work": work.name, **times})
+
+
 def time_segments(options: Options) -> None:
     for name in SPLIT_WORKS:
         for row in segments.measure(next(work for work in segments.WORKS if work.name == name)):
@@ -268,7 +281,8 @@ def first_half(with_fla: bool) -> dict[str, Job]:
     jobs |= {f"gate decode {name}": lambda _, c=check: gate_decode(c) for name, check in checks.items()}
     jobs |= {"gate segments": lambda _: gate_segments(), "gate forward": lambda _: gate_forward()}
     jobs |= {f"ours {group}": lambda _, g=group: compile_ours(g) for group in GROUPS}
-    jobs |= {"errors": beside_fla, "gate conv": lambda _: gate_conv(), "decode kernels": lambda _: compile_decode()}
+    jobs |= {"errors": beside_fla, "ours softplus": lambda _: compile_softplus()}
+    jobs |= {"gate conv": lambda _: gate_conv(), "decode kernels": lambda _: compile_decode()}
     jobs |= {"study kernels stages": lambda _: compile_stages()}
     return jobs | {f"study kernels {name}": lambda _, n=name: compile_segments(n) for name in SPLIT_WORKS}
 
@@ -280,4 +294,5 @@ def second_half() -> dict[str, tuple[Job, int]]:
         jobs[f"time {group}"] = partial(time_group, group), seconds
         if group == "H64":
             jobs |= {"time decode": (time_decode, 50), "time conv": (time_conv, 25)}
+    jobs |= {"time kernels": (time_kernels, 30)}
     return jobs | {"study stages": (time_stages, 40), "study segments": (time_segments, 60)}
