@@ -123,6 +123,9 @@ class ServeConfig:
     kv_events: Annotated[str | None, arg(metavar="ADDRESS")] = None
     """Publish over ZMQ what can be resumed, in vLLM's format, at this address (tcp://*:5557)."""
 
+    kv_events_topic: str = ""
+    """What those messages begin with, for subscribers that choose by it."""
+
     engine: EngineConfig = field(default_factory=EngineConfig)
     """Memory, batching, drafts."""
 

@@ -102,8 +102,8 @@ class Publisher:
         self._socket.close(0)
 
 
-def publish(address: str, engine: Engine) -> Publisher:
+def publish(address: str, engine: Engine, topic: str = "") -> Publisher:
     """Let an engine that has not started tell what it can resume."""
-    publisher = Publisher(address)
+    publisher = Publisher(address, topic)
     engine.scheduler.cache.store.watcher = Announcer(publisher.send)
     return publisher

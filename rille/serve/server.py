@@ -46,11 +46,13 @@ def serve(config: ServeConfig) -> None:
     front = Front(engine, engine.tokenizer, abilities, timeout_s=config.timeout_s)
     keys = (*config.api_key, *filter(None, [os.environ.get(KEY_VARIABLE, "")]))
     app = create_app(front, Limits(keys, config.max_body_mib << 20))
-    events = publisher(config.kv_events, engine) if config.kv_events is not None else None
+    events = publisher(config, engine) if config.kv_events is not None else None
     host, port = listener.getsockname()[:2]
     for line in (f"model: {', '.join(abilities.names)} from {place}", *engine.describe()):
         print(line)
     print(f"key: {'needed' if keys else 'none, anyone who reaches this address is answered'}")
+    if events is not None:
+        print(f"events: {events.address}, topic {config.kv_events_topic!r}")
     print(f"ready: http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
     engine.start()
     try:
@@ -61,13 +63,14 @@ def serve(config: ServeConfig) -> None:
             events.close()
 
 
-def publisher(address: str, engine: Engine) -> Publisher:
-    """Tell at an address what can be resumed. Raises ValueError."""
+def publisher(config: ServeConfig, engine: Engine) -> Publisher:
+    """Tell at the address of the settings what can be resumed. Raises ValueError."""
     if missing := [name for name in ("zmq", "msgspec") if find_spec(name) is None]:
         raise ValueError(f"kv_events needs {', '.join(missing)}, not installed here: pip install 'rille[events]'")
     from rille.serve.kv_events import publish
 
-    return publish(address, engine)
+    assert config.kv_events is not None, "asked only where there is an address"
+    return publish(config.kv_events, engine, config.kv_events_topic)
 
 
 def abilities_of(place: Path, engine: Engine, names: tuple[str, ...]) -> Abilities:

@@ -16,7 +16,7 @@ import rille
 from rille import cli
 from rille.model.checkpoint import save_model
 from rille.serve.chain import Chain
-from rille.serve.kv_events import Announcer, BlockRemoved, BlockStored, EventBatch
+from rille.serve.kv_events import Announcer, BlockRemoved, BlockStored, EventBatch, Publisher
 from tests.serve.scripted import small_tokenizer
 
 SERVE = (sys.executable, "-m", "rille", "serve")
@@ -54,7 +54,7 @@ class Process:
 
 @pytest.fixture(scope="module")
 def server(checkpoint):
-    process = Process(checkpoint, "--kv-events", "tcp://127.0.0.1:*")
+    process = Process(checkpoint, "--kv-events", "tcp://127.0.0.1:*", "--kv-events-topic", "kv@here@small")
     yield process
     if process.process.poll() is None:
         process.process.kill()
@@ -192,9 +192,32 @@ def test_the_format_is_vllms():
     ]
 
 
-def test_events_arrive_over_zmq(checkpoint):
-    from rille.serve.kv_events import Publisher
+def test_a_prompt_is_told_over_zmq_once_it_can_be_resumed(server):
+    """From the running server: what was told of a prompt is its ids, in units, from the beginning."""
+    [line] = [line for line in server.lines if line.startswith("events: ")]
+    address = line.removeprefix("events: ").partition(",")[0]
+    socket = zmq.Context.instance().socket(zmq.SUB)
+    socket.connect(address)
+    socket.subscribe("kv@here")
+    socket.setsockopt(zmq.RCVTIMEO, 500)
+    for number in range(40):  # a subscriber hears what comes after it was heard of
+        ids = [5 + (number * 31 + place) % 200 for place in range(130)]
+        reply = server.client.completions.create(model="small", prompt=ids, max_tokens=1)
+        assert reply.usage.prompt_tokens == 130
+        try:
+            topic, _, payload = socket.recv_multipart()
+        except zmq.Again:
+            continue
+        break
+    else:
+        raise AssertionError("nothing came")
+    socket.close(0)
+    _, [[kind, hashes, parent, told, unit, _, medium]], _ = msgspec.msgpack.decode(payload)
+    assert (topic, kind, parent, unit, medium) == (b"kv@here@small", "BlockStored", None, 64, "GPU")
+    assert told == ids[: len(hashes) * unit] and len(hashes) == 2
 
+
+def test_messages_are_numbered():
     publisher = Publisher("tcp://127.0.0.1:*", topic="kv")
     socket = zmq.Context.instance().socket(zmq.SUB)
     socket.connect(publisher.address)
