@@ -12,12 +12,14 @@ import anthropic
 import openai
 import pytest
 
+import rille
 from rille.text.vocabulary import CLOSE, END_OF_MESSAGE, OPEN, SEP
 from tests.serve.scripted import reply_ids, small_tokenizer
 from tests.serve.served import serving
 from tests.serve.test_api_chat import TOOL, USER
 from tests.serve.test_api_others import CLAUDE, FLAT
 from tests.serve.test_chat import CALL
+from tests.serve.test_leaks import real_server
 
 TOKENIZER = small_tokenizer()
 CALL_TEXT = (
@@ -64,7 +66,13 @@ class Said:
 def by_chat(server, stream: bool, limit: int, tools: bool, **more) -> Said:
     client = openai_at(server.url)
     said = Said()
-    request: dict = {"model": "tiny", "messages": [USER], "max_tokens": limit, **({"tools": [TOOL]} if tools else {}), **more}
+    request: dict = {
+        "model": "tiny",
+        "messages": [USER],
+        "max_tokens": limit,
+        **({"tools": [TOOL]} if tools else {}),
+        **more,
+    }
     if not stream:
         choice = client.chat.completions.create(**request).choices[0]
         said.reasoning, said.content = choice.message.reasoning_content, choice.message.content or ""
@@ -127,6 +135,7 @@ def by_responses(server, stream: bool, limit: int, tools: bool) -> Said:
             said.content += item.content[0].text if item.type == "message" else ""
             said.calls += [(item.name, item.arguments)] if item.type == "function_call" else []
     else:
+        response: Any = None
         for event in client.responses.create(stream=True, **request):
             said.reasoning += event.delta if event.type == "response.reasoning_text.delta" else ""
             said.content += event.delta if event.type == "response.output_text.delta" else ""
@@ -134,7 +143,7 @@ def by_responses(server, stream: bool, limit: int, tools: bool) -> Said:
                 said.calls.append((event.item.name, ""))
             elif event.type == "response.function_call_arguments.delta":
                 said.calls[-1] = (said.calls[-1][0], said.calls[-1][1] + event.delta)
-        response = event.response
+            response = getattr(event, "response", response)
     said.reason = "length" if response.status == "incomplete" else "tool_calls" if said.calls else "stop"
     return said
 
@@ -208,6 +217,26 @@ def test_any_stop_string_at_any_place(server, size):
                 said = ask(server, stream, 500, False, stop=stop)
                 assert said.content == TEXT.partition(stop)[0] and said.reasoning == TEXT, (stop, ask, stream)
                 assert said.reason == "stop"
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram"])
+def test_a1_a5_a7_a18_cached_tokens_over_http(drafter):
+    """A prompt again, a token longer and a token shorter, around multiples of the unit and far below a page: what can
+    be reused is, with guessed tokens and without, and at least one token is computed."""
+    config = rille.preset("tiny").replace(vocab_size=TOKENIZER.vocab_size, num_layers=2, mla_layers=(1,))
+    unit = 64
+    with real_server(rille.new_model(config), TOKENIZER, num_pages=200, hash_unit=unit, drafter=drafter) as (url, _):
+        client = openai_at(url)
+        for start, length in enumerate((unit - 1, unit, unit + 1, 2 * unit, 2 * unit + 1, 3 * unit + 17)):
+            ids = [5 + (start * 97 + place * place) % 200 for place in range(length + 1)]
+            cached = []
+            for count in (length, length, length + 1, length - 1):
+                usage = client.completions.create(model="small", prompt=ids[:count], max_tokens=9, temperature=0).usage
+                assert usage.cached_tokens == usage.prompt_tokens_details.cached_tokens < usage.prompt_tokens == count
+                cached.append(usage.cached_tokens)
+            assert cached[0] == 0
+            assert all(again >= (length - 1) // unit * unit for again in cached[1:3]), (length, cached)
+            assert cached[3] >= (length - 2) // unit * unit - unit, (length, cached)
 
 
 def test_log_probabilities_end_with_the_stop_string(server):
