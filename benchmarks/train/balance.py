@@ -13,6 +13,7 @@ rest. Load violation is max load / mean load - 1 of the worst layer; scores are 
     at rest          next weights, five more updates of the bias over other batches, then another batch
     spread, drift    standard deviation of a score over the tokens (mean of the experts); root mean square over the
                      experts of how far their mean scores moved in the step, their common movement taken out
+    shift            the same movement in standard deviations of the expert's own score, of the expert with the largest
     common           share of the router's input (of its square) that all tokens have in common
 """
 
@@ -42,7 +43,7 @@ from rille.train.pretrain import set_up
 from rille.train.readings import expert_loads
 
 UPDATES_AT_REST = 5
-COLUMNS = ("next step", "next batch", "next weights", "neither", "at rest", "spread", "drift", "common")
+COLUMNS = ("next step", "next batch", "next weights", "neither", "at rest", "spread", "drift", "shift", "common")
 
 
 def main() -> None:
@@ -111,6 +112,7 @@ def look(run: loop.Run, before: K3, batch: Batch) -> dict[str, float]:
     then_NE, common = scores(before, batch, worst)
     same_NE, _ = scores(run.model, batch, worst)
     moved_E = (same_NE - then_NE).mean(0)
+    moved_E -= moved_E.mean()
     row = {
         "next step": now[worst],
         "next batch": max(violations(before, following)[0].values()),
@@ -118,7 +120,8 @@ def look(run: loop.Run, before: K3, batch: Batch) -> dict[str, float]:
         "neither": max(violations(before, batch)[0].values()),
         "at rest": at_rest(run, further),
         "spread": float(then_NE.std(0).mean()),
-        "drift": float((moved_E - moved_E.mean()).square().mean().sqrt()),
+        "drift": float(moved_E.square().mean().sqrt()),
+        "shift": float((moved_E.abs() / then_NE.std(0)).max()),
         "common": common,
     }
     return row | {"layer": float(worst)}
