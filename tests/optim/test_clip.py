@@ -56,6 +56,52 @@ def test_what_is_not_finite_shows(bad: float):
     assert np.isnan(gradients(parameters)).any()
 
 
+def one_by_one(parameters: list[nn.Parameter], limit: float) -> torch.Tensor:
+    """The twin: a norm and a product for each gradient, in its own order."""
+    found = [p.grad for p in parameters if p.grad is not None]
+    wide = [torch.promote_types(torch.float32, gradient.dtype) for gradient in found]
+    norms = [torch.linalg.vector_norm(gradient, dtype=dtype) for gradient, dtype in zip(found, wide, strict=True)]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    for gradient in found:
+        gradient.mul_((limit / norm).clamp(max=1.0))
+    return norm
+
+
+@pytest.mark.parametrize("bad", [None, 0.0, float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("limit", [1e-3, 1e9])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_all_at_once_is_one_by_one_bit_for_bit(dtype: torch.dtype, limit: float, bad: float | None):
+    """Empty, transposed and strided gradients too; NaN where the twin has NaN."""
+    together, apart = (odd_gradients(dtype, bad) for _ in range(2))
+    norms = clip_gradients(together, limit), one_by_one(apart, limit)
+    assert torch.equal(norms[0].nan_to_num(-1.0), norms[1].nan_to_num(-1.0)) and norms[0].dtype == norms[1].dtype
+    for ours, theirs in zip(together, apart, strict=True):
+        assert ours.grad is not None and theirs.grad is not None and ours.grad.dtype == dtype
+        assert torch.equal(ours.grad.isnan(), theirs.grad.isnan())
+        assert torch.equal(ours.grad.nan_to_num(), theirs.grad.nan_to_num())
+
+
+def odd_gradients(dtype: torch.dtype, bad: float | None) -> list[nn.Parameter]:
+    parameters = with_gradients(3.0, dtype)[:-1]
+    assert parameters[1].grad is not None
+    if bad is not None:
+        parameters[1].grad[2, 3] = bad
+    for gradient in (torch.zeros(0), torch.arange(15.0).view(5, 3).mT, torch.arange(40.0).view(5, 8)[:, ::2]):
+        p = nn.Parameter(torch.zeros_like(gradient, dtype=dtype))
+        p.grad = gradient.to(dtype)
+        parameters.append(p)
+    return parameters
+
+
+def test_gradients_of_several_dtypes():
+    parameters = [*with_gradients(1.0, torch.bfloat16), *with_gradients(1.0), *with_gradients(1.0, torch.bfloat16)]
+    twins = [*with_gradients(1.0, torch.bfloat16), *with_gradients(1.0), *with_gradients(1.0, torch.bfloat16)]
+    assert float(clip_gradients(parameters, 0.5)) == pytest.approx(float(one_by_one(twins, 0.5)), rel=1e-6)
+    for ours, theirs in zip(parameters, twins, strict=True):
+        assert getattr(ours.grad, "dtype", None) == getattr(theirs.grad, "dtype", None)
+    assert np.abs(gradients(parameters) - gradients(twins)).max() <= 2**-9
+
+
 def test_no_gradient():
     with pytest.raises(ValueError, match="no parameter has a gradient"):
         clip_gradients([nn.Parameter(torch.zeros(2))], 1.0)
