@@ -51,6 +51,7 @@ _GAUGES = {
     "rille:weights_version": ("version", "version of the weights"),
 }
 _HISTOGRAMS = {
+    "vllm:request_queue_time_seconds": ("queued_s", "from submission to the step that a choice first ran in"),
     "vllm:iteration_tokens_total": ("step_tokens", "tokens of a step"),
     "rille:resumed_tokens": ("resumed_tokens", "tokens of a prompt that were not computed, of every choice"),
 }

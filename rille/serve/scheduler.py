@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from math import ceil
 
 from rille.serve.chain import Chain, Span
+from rille.serve.counts import Counts
 from rille.serve.limits import Kind, SchedulerConfig
 from rille.serve.pages import Copy
 from rille.serve.parking import park, unpark
@@ -27,6 +28,7 @@ from rille.serve.schema import QueueFull, Request, TooLarge, Unavailable
 from rille.serve.sequences import Part, Sequence
 from rille.serve.tier import Tier
 
+QUEUED_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 480.0, 1920.0)
 PATIENCE = 200  # steps in which a sequence finds no room, before those that came later are held back
 
 
@@ -53,11 +55,12 @@ class Scheduler:
         self.running: list[Sequence] = []  # by rank
         self.waiting: dict[str, list[Sequence]] = {kind.name: [] for kind in self.config.kinds}
         self.num_preempted = 0
+        self.queued = Counts(QUEUED_S)  # how long each waited before it ran first
         self.prefill_rate = 0.0  # tokens a second, measured
         self.version = 0  # of the weights
         self.is_closed = False
         self.takes_copies = True  # a step with drafts runs on a copy of the state
-        self._order = 0
+        self._order, self._now = 0, 0.0
 
     # --- what comes ---
 
@@ -121,7 +124,7 @@ class Scheduler:
             self._order += 1
             chain = Chain(request.prompt, self.cache.unit, self.version, pictures)
             leader = made[0] if made else None
-            made.append(Sequence(request, id, index, self._order, chain, kind.name, deadline, leader))
+            made.append(Sequence(request, id, index, self._order, chain, kind.name, deadline, leader, came=now))
             self._enqueue(made[-1])
         return made
 
@@ -145,6 +148,7 @@ class Scheduler:
     def step(self, now: float = 0.0) -> Step:
         """What runs next; without parts nothing can. Carry out clear and copies, run the parts, then call `settle` and
         `landed` for each of them, and `finish` for those that are over."""
+        self._now = now
         step = Step(expired=self._expire(now))
         budget = self.config.token_budget
         for sequence in [s for s in self.running if s.num_left == 1]:
@@ -313,6 +317,9 @@ class Scheduler:
 
     def _start(self, sequence: Sequence) -> None:
         sequence.num_refusals = 0
+        if not sequence.has_run:
+            sequence.has_run = True
+            self.queued.add(max(0.0, self._now - sequence.came))
         self.waiting[sequence.kind].remove(sequence)
         insort(self.running, sequence, key=lambda s: s.rank)
 

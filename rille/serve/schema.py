@@ -238,6 +238,7 @@ class EngineStats:
     finished: Mapping[FinishReason, int] = field(default_factory=dict)
     steps: int = 0
     batch_tokens: int = 0  # of the last step
+    queued_s: Histogram = Histogram()  # of every choice that has run: seconds before it did
     step_tokens: Histogram = Histogram()  # of every step
     resumed_tokens: Histogram = Histogram()  # of every choice: tokens of its prompt that were not computed
     drafts: int = 0  # rows of guesses that were verified

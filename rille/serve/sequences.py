@@ -23,7 +23,7 @@ class Sequence:
     where others went another way. drafts: tokens to verify in the next step. copies, clear: what must happen to its
     pages before its next step. cached: tokens of the prompt that were there when it first ran, None before. parked_at:
     tokens that it had consumed when it was copied out. num_refusals: steps in which there was no memory for it. leader:
-    the first choice of the request, which reads the prompt for all."""
+    the first choice of the request, which reads the prompt for all. came: when, by the clock of whoever submits."""
 
     request: Request
     id: str
@@ -43,6 +43,8 @@ class Sequence:
     parked_at: int | None = None
     num_refusals: int = 0
     is_done: bool = False
+    came: float = 0.0
+    has_run: bool = False
 
     @property
     def num_prompt(self) -> int:

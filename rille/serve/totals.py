@@ -72,6 +72,7 @@ class Totals:
             finished=dict(self._finished),
             steps=self.steps,
             batch_tokens=self.batch_tokens,
+            queued_s=scheduler.queued.read(),
             step_tokens=self._step_tokens.read(),
             resumed_tokens=self._resumed_tokens.read(),
             drafts=self.drafts,
