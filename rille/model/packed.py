@@ -61,6 +61,11 @@ def packed_model(
     return model.to_empty(device=device).requires_grad_(False)
 
 
+def has_packed_experts(model: K3) -> bool:
+    """Whether its routed experts are held as codes."""
+    return any(isinstance(module, PackedExpertWeights) for module in model.modules())
+
+
 def fill_codes(target: Tensor, target_scale: Tensor, packed: Tensor, scale: Tensor) -> None:
     """Codes and scale bytes of one expert's tensor. Raises ValueError for a scale that the product cannot hold."""
     if int(scale.max()) > HIGHEST_SCALE:

@@ -9,6 +9,7 @@ import torch
 from rille.model.checkpoint import load_model
 from rille.model.locate import find_checkpoint
 from rille.model.model import K3
+from rille.model.packed import has_packed_experts
 from rille.serve.graphs import DecodeGraphs
 from rille.serve.limits import SchedulerConfig
 from rille.serve.paged import Pages, layout_of
@@ -27,13 +28,16 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def load(checkpoint: str | Path | K3, config: EngineConfig) -> tuple[K3, Tokenizer | None]:
     if isinstance(checkpoint, K3):
+        if config.experts == "mxfp4" and not has_packed_experts(checkpoint):
+            raise ValueError("experts 'mxfp4' is for a checkpoint that is loaded; the given model's experts are values")
         return checkpoint, None
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda: this machine has no CUDA device that torch can use; give device cpu")
     place = find_checkpoint(checkpoint)
     has_tokenizer = any((place / name).is_file() for name in ("tiktoken.model", "tokenizer.json"))
     tokenizer = load_tokenizer(place) if has_tokenizer else None
-    return load_model(place, dtype=DTYPES[config.dtype], device=config.device), tokenizer
+    model = load_model(place, dtype=DTYPES[config.dtype], device=config.device, experts=config.experts)
+    return model, tokenizer
 
 
 def model_stop_ids(model: K3, tokenizer: Tokenizer | None) -> frozenset[int]:

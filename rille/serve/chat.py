@@ -151,8 +151,8 @@ def open_conversation(config: ChatConfig, toolbox: Toolbox | None = None) -> tup
     tokenizer = load_tokenizer(place)
     check_chat_format(tokenizer)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.dtype]
-    model = load_model(place, dtype=dtype, device=config.device)
-    count = sum(p.numel() for p in model.parameters())
+    model = load_model(place, dtype=dtype, device=config.device, experts=config.experts)
+    count = sum(p.numel() * (2 if p.dtype == torch.uint8 else 1) for p in model.parameters())  # codes: two in a byte
     about = f"{place}: {count / 1e6:,.1f} M parameters, {config.dtype} on {config.device}"
     return Conversation(model, tokenizer, config, toolbox, read_image_config(place)), about
 

@@ -86,6 +86,9 @@ class ChatConfig:
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Of the weights in memory and the arithmetic."""
 
+    experts: Literal["values", "mxfp4"] = "values"
+    """mxfp4 keeps routed experts packed, as the checkpoint must have them: a quarter of their bytes in bf16."""
+
     def __post_init__(self):
         if self.max_new_tokens < 1 or self.max_rounds < 1:
             raise ValueError(

@@ -105,8 +105,8 @@ class RemoteDialogue(Dialogue):
     """As `Dialogue`, with the first model of a server. Raises as `Server`."""
 
     def __init__(self, config: ChatConfig, toolbox: Toolbox | None = None) -> None:
-        if config.device != "cpu" or config.dtype != "fp32":
-            raise ValueError("device and dtype are the server's; a conversation by URL cannot choose them")
+        if (config.device, config.dtype, config.experts) != ("cpu", "fp32", "values"):
+            raise ValueError("device, dtype and experts are the server's; a conversation by URL cannot choose them")
         super().__init__(config, toolbox)
         self._server = Server(config.checkpoint)
         models = self._server.get("/v1/models").get("data") or []

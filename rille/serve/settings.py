@@ -16,6 +16,9 @@ class EngineConfig:
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Of the weights in memory and the arithmetic."""
 
+    experts: Literal["values", "mxfp4"] = "values"
+    """mxfp4 keeps routed experts packed, as the checkpoint must have them: a quarter of their bytes in bf16."""
+
     memory_gib: float | None = None
     """The pool of pages; by default 1 on a CPU and 80 % of what is free beside the weights on a GPU."""
 

@@ -119,8 +119,9 @@ def test_what_the_server_refuses(server, tokenizer, monkeypatch):
             talk(closed)
         monkeypatch.setenv("RILLE_API_KEY", "secret")
         assert talk(closed).model == "tiny"
-    with pytest.raises(ValueError, match="device and dtype are the server's"):
-        talk(server, device="cuda")
+    for setting in ({"device": "cuda"}, {"dtype": "bf16"}, {"experts": "mxfp4"}):
+        with pytest.raises(ValueError, match="device, dtype and experts are the server's"):
+            talk(server, **setting)
 
 
 def test_no_server(capsys):
