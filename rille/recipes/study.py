@@ -62,7 +62,7 @@ studies
 {studies}
 
 examples
-  rille study quantile-balancing                     some ten minutes on a laptop
+  rille study quantile-balancing                     a quarter of an hour on one idle core
   rille study attnres-tiny --seeds 0 1 2 3 4
   rille study attnres-tiny --steps 1000 --data notes/ --out studies/notes"""
 
