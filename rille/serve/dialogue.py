@@ -217,7 +217,7 @@ def picture_urls(message: Mapping[str, Any]) -> list[str]:
             outer = part.get("image_url", part.get("image"))
             url = outer.get("url") if isinstance(outer, Mapping) else outer
             if not isinstance(url, str) or not url.startswith("data:"):
-                raise ValueError(f"pictures must lie in the file itself, as data: URLs, not {str(url)[:60]!r}")
+                raise ValueError(f"pictures must come along, as data: URLs, not {str(url)[:60]!r}")
             urls.append(url)
     return urls
 

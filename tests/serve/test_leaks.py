@@ -41,11 +41,11 @@ def served():
 
 
 @contextmanager
-def real_server(model, tokenizer, **settings):
-    """A server of a real engine in this process: its address and the engine."""
+def real_server(model, tokenizer, images=None, **settings):
+    """A server of a real engine in this process: its address and the engine. images: for a model that sees."""
     engine = rille.Engine(model, tokenizer=tokenizer, **settings)
     engine.start()
-    front = Front(engine, tokenizer, Abilities(names=("small",), max_length=engine.longest))
+    front = Front(engine, tokenizer, Abilities(("small",), engine.longest, images, model.config.media_pad_id))
     try:
         with listening(create_app(front)) as url:
             yield url, engine

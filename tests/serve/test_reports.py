@@ -4,6 +4,8 @@ What one API was seen to get wrong the others could: each reply here is asked fo
 by responses, and must come out as the same reasoning, content, calls and reason to end.
 """
 
+import base64
+import io
 import json
 from functools import cache
 from typing import Any
@@ -11,14 +13,17 @@ from typing import Any
 import anthropic
 import openai
 import pytest
+from PIL import Image
 
 import rille
+from rille.text.images import ImageConfig
 from rille.text.vocabulary import CLOSE, END_OF_MESSAGE, OPEN, SEP
 from tests.serve.scripted import reply_ids, small_tokenizer
 from tests.serve.served import serving
 from tests.serve.test_api_chat import TOOL, USER
 from tests.serve.test_api_others import CLAUDE, FLAT
 from tests.serve.test_chat import CALL
+from tests.serve.test_engine_text import SEEING
 from tests.serve.test_leaks import real_server
 
 TOKENIZER = small_tokenizer()
@@ -237,6 +242,43 @@ def test_a1_a5_a7_a18_cached_tokens_over_http(drafter):
             assert cached[0] == 0
             assert all(again >= (length - 1) // unit * unit for again in cached[1:3]), (length, cached)
             assert cached[3] >= (length - 2) // unit * unit - unit, (length, cached)
+
+
+def picture(colour: str) -> str:
+    """A data URL."""
+    file = io.BytesIO()
+    Image.new("RGB", (40, 30), colour).save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def test_a19_another_picture_is_another_prompt_over_http():
+    """A model that sees, asked by all three APIs: one picture is one prompt for all; with another one nothing behind
+    its place is reused, nor is the answer the same."""
+    media = TOKENIZER.specials["<|media_pad|>"]
+    model = rille.new_model(SEEING.replace(vocab_size=TOKENIZER.vocab_size, media_pad_id=media), seed=2)
+    look = ImageConfig(patch=4, merge=2)
+    with real_server(model, TOKENIZER, images=look, num_pages=100, hash_unit=64) as (url, _):
+
+        def chat(colour):
+            parts = [{"type": "image_url", "image_url": {"url": picture(colour)}}, {"type": "text", "text": "what?"}]
+            request = {"model": "small", "messages": [{"role": "user", "content": parts}], "max_tokens": 6}
+            reply = openai_at(url).chat.completions.create(**request, temperature=0)
+            return reply.choices[0].message.reasoning_content, reply.usage
+
+        (red, cold), (blue, other), (again, warm) = chat("red"), chat("blue"), chat("red")
+        assert red == again != blue and cold.cached_tokens == 0
+        assert warm.cached_tokens > other.cached_tokens and other.prompt_tokens == warm.prompt_tokens
+        parts = [{"type": "input_image", "image_url": picture("red")}, {"type": "input_text", "text": "what?"}]
+        asked = {"model": "small", "input": [{"role": "user", "content": parts}], "max_output_tokens": 6}
+        response = openai_at(url).responses.create(**asked, temperature=0)
+        assert response.output[0].content[0].text == red
+        assert response.usage.input_tokens_details.cached_tokens == warm.cached_tokens
+        source = {"type": "base64", "media_type": "image/png", "data": picture("red").partition(",")[2]}
+        parts = [{"type": "image", "source": source}, {"type": "text", "text": "what?"}]
+        asked = {"model": "small", "messages": [{"role": "user", "content": parts}], "thinking": {"type": "adaptive"}}
+        message = anthropic_at(url).messages.create(**asked, max_tokens=6, extra_body={"temperature": 0})
+        assert message.content[0].thinking == red
+        assert message.usage.cache_read_input_tokens == warm.cached_tokens
 
 
 def test_log_probabilities_end_with_the_stop_string(server):
