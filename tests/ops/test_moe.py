@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rille.ops.moe import ExpertOperands, Routing, expert_glu, reference, route, route_weights
+from rille.ops.moe import ExpertOperands, Routing, expert_glu, grouped, reference, route, route_weights
 from rille.ops.situ import situ_glu, swiglu
 
 # N tokens, E experts, A active, L latent, F expert width
@@ -183,6 +183,41 @@ def test_bfloat16_rounds_where_the_definition_does() -> None:
         torch.bfloat16,
         torch.bfloat16,
     ]
+
+
+def test_all_experts_at_once_are_the_experts_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with most experts idle, and with operands that want no gradient."""
+    for size in ((33, 8, 3, 16, 32), (5, 64, 2, 8, 16)):
+        case = Case(*size, torch.bfloat16)
+        want = case.with_gradients(case.grouped())
+        monkeypatch.setattr(grouped, "at_once", lambda *_: True)
+        got = case.with_gradients(case.grouped())
+        monkeypatch.undo()
+        for x, y in zip(got, want, strict=True):
+            assert x.dtype == y.dtype
+            # The products' sums may run in another order: one bf16 rounding of each of four, as above.
+            assert ((x - y).abs() <= 4 * 2**-8 * y.abs().amax(-1, keepdim=True)).all()
+    idle = torch.bincount(case.ids.flatten(), minlength=64) == 0
+    assert not got[3][idle].any() and not got[4][idle].any()
+
+
+@pytest.mark.gpu
+def test_all_experts_at_once_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for size in ((33, 8, 3, 16, 32), (5, 64, 2, 8, 16), (2000, 16, 4, 256, 448)):
+        case = Case(*size, torch.bfloat16)
+        for name in ("ids", "x", "weights", "w13", "w2"):
+            tensor = getattr(case, name)
+            setattr(case, name, tensor.detach().cuda().requires_grad_(tensor.requires_grad))
+        operands = ExpertOperands(case.w13, case.w2, soft_capped)
+        assert grouped.at_once(case.x, case.w13)
+        found = []
+        for all_at_once in (True, False):
+            monkeypatch.setattr(grouped, "at_once", lambda *_, form=all_at_once: form)
+            out = expert_glu(case.x, case.ids, case.weights, operands, backend="grouped")
+            found.append(case.with_gradients(out))
+        monkeypatch.undo()
+        for x, y in zip(*found, strict=True):
+            assert (x - y).float().norm() <= 4 * 2**-8 * y.float().norm()
 
 
 def test_activation_is_the_callers() -> None:

@@ -119,7 +119,7 @@ def route_logits(
         return Routed(ids, weights, cutoff, load, histogram)
     scores = torch.sigmoid(logits)
     ids, cutoff = select.route(scores, bias, top)
-    load = torch.bincount(ids.flatten(), minlength=scores.shape[1])
+    load = reference.counted(ids.flatten(), scores.shape[1])
     counted = required_bias_histogram(scores.detach(), cutoff, bias, bins) if bins else load.new_empty(len(load), 0)
     return Routed(ids, reference.route_weights(scores, ids, scale, renormalise), cutoff, load, counted)
 

@@ -41,8 +41,12 @@ def required_bias_histogram(scores_NE: Tensor, cutoff_N: Tensor, bias_E: Tensor,
         required_NE = cutoff_N[:, None] - scores_NE
         bin_NE = ((required_NE - low) / width).floor().long().clamp_(0, bins - 1)
         offset_E = torch.arange(bias_E.shape[0], device=bias_E.device) * bins
-        flat = torch.bincount((bin_NE + offset_E).flatten(), minlength=bias_E.shape[0] * bins)
-        return flat.view(-1, bins)
+        return counted((bin_NE + offset_E).flatten(), bias_E.shape[0] * bins).view(-1, bins)
+
+
+def counted(numbers: Tensor, size: int) -> Tensor:
+    """int64 [size]: how often each of 0 .. size - 1 is there. torch.bincount makes the host wait for the largest."""
+    return numbers.new_zeros(size).scatter_add_(0, numbers, torch.ones_like(numbers))
 
 
 def bin_range(bias_E: Tensor, bins: int) -> tuple[Tensor, Tensor]:
