@@ -107,6 +107,13 @@ class Schedule:
 
 
 def schedule_chunks(packing: Packing) -> Schedule:
+    """Made once a batch: a model asks for it in every layer."""
+    if (name := "chunk schedule") not in packing.derived:
+        packing.derived[name] = _scheduled(packing)
+    return packing.derived[name]
+
+
+def _scheduled(packing: Packing) -> Schedule:
     chunks = packing.chunks(CHUNK)
     per_sequence_S = np.array(chunks.per_sequence)
     longest_first_S = torch.from_numpy(np.argsort(-per_sequence_S, kind="stable")).to(packing.device)
