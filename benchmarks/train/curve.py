@@ -1,6 +1,7 @@
 """Does a model learn with the kernels as it does without them? One curve beside another, and both beside noise.
 
     python benchmarks/train/curve.py --tokens tokens.npy --out FOLDER [--preset nano] [--experts 32] [--steps 200]
+        [--seconds 75]
 
 Four runs of the same steps on the same text, each as the trainer does it (bf16 weights, fp32 masters, warm-up,
 clipping, balancing): with the kernels, and with every op in its PyTorch form (`plain_forms`); each once from the same
@@ -12,7 +13,9 @@ last place. Training amplifies a rounding as it does any other, so what the othe
     gate                      the mean distance of a curve with kernels and one without is at most LIMIT times the noise
 
 A step is `--sequences` times `--length` tokens. The runs are processes side by side, as each mostly waits for its own
-host. FOLDER gets curve.json, the losses of every step and the distances, and curve.png (`--redraw`: from curve.json).
+host; each says how far it is every SHOWN steps. After `--seconds` since the start no run begins another step: what all
+have done is compared and written, and the result is unfinished, which is no pass. FOLDER gets curve.json, the losses of
+every step and the distances, and curve.png (`--redraw`: from curve.json).
 `--device cpu` runs the PyTorch forms twice, as there are no kernels: it shows that the program works.
 """
 
@@ -55,6 +58,7 @@ from rille.train.losses import next_token_loss
 from rille.train.roles import parameter_roles
 
 SMOOTH, LAST, LIMIT = 10, 20, 1.5
+SHOWN = 20  # steps between two lines of a run
 FORMS = ("kernels", "PyTorch")
 ROUNDINGS = ("", "other rounding")
 
@@ -109,8 +113,17 @@ def round_otherwise(model: K3) -> None:
     model.prepare()
 
 
-def train(config: K3Config, text: list[Batch], optim: OptimConfig, device: str, rounded: bool) -> list[float]:
-    """The loss of each step, in nats a token. The device is asked once, at the end."""
+class Clock(NamedTuple):
+    """When the program began and when the last step may begin, in seconds of `time.time`: the runs share it."""
+
+    began: float
+    until: float
+
+
+def train(
+    config: K3Config, text: list[Batch], optim: OptimConfig, device: str, rounded: bool, name: str, clock: Clock
+) -> list[float]:
+    """The loss of each step that began in time, in nats a token. The device is asked every SHOWN steps."""
     model = new_model(config, dtype=torch.bfloat16, device=device, seed=0)
     if rounded:
         round_otherwise(model)
@@ -118,10 +131,15 @@ def train(config: K3Config, text: list[Batch], optim: OptimConfig, device: str, 
     rows = [Named(n, p, roles[n].kind, roles[n].blocks) for n, p in model.named_parameters()]
     rule, losses = optimizer(rows, optim), []
     for step, batch in enumerate(text):
+        if time.time() > clock.until:
+            break
         for group in rule.param_groups:
             group["lr"] = learning_rate(step, len(text), optim)
         losses.append(update(model, batch, rule, optim.clip))
-    return torch.stack(losses).tolist()
+        if step == 0 or (step + 1) % SHOWN == 0:
+            loss = losses[-1].item()
+            print(f"  {time.time() - clock.began:5.1f} s  {name}: step {step + 1}, loss {loss:.4f}", flush=True)
+    return torch.stack(losses).tolist() if losses else []
 
 
 def update(model: K3, batch: Batch, rule: torch.optim.Optimizer, clip: float) -> Tensor:
@@ -145,7 +163,9 @@ def distance(a: list[float], b: list[float]) -> float:
 
 
 def compared(curves: dict[str, list[float]]) -> dict[str, Any]:
-    """Distances and the gate."""
+    """Distances and the gate. Curves of one length; nothing where they are too short to be smoothed."""
+    if min(map(len, curves.values())) < 2 * SMOOTH:
+        return {"passed": False}
     a, b = ([name for name in curves if name.startswith(form)] for form in FORMS)
     within = {form: distance(*(curves[name] for name in names)) for form, names in zip(FORMS, (a, b), strict=True)}
     across = [distance(curves[one], curves[other]) for one, other in product(a, b)]
@@ -181,13 +201,22 @@ def draw(curves: dict[str, list[float]], picture: Path) -> None:
     figure.savefig(picture, dpi=110)
 
 
+def to_the_shortest(curves: dict[str, list[float]]) -> dict[str, list[float]]:
+    common = min(map(len, curves.values()))
+    return {name: losses[:common] for name, losses in curves.items()}
+
+
 class Run(NamedTuple):
     losses: list[float]
     seconds: float
     backends: dict[str, str]
 
 
-def run(form: str, rounding: str, arguments: argparse.Namespace) -> Run:
+def name_of(form: str, rounding: str) -> str:
+    return f"{form}, {rounding}" if rounding else form
+
+
+def run(form: str, rounding: str, arguments: argparse.Namespace, clock: Clock) -> Run:
     """One curve, in a process of its own."""
     config = preset(arguments.preset)
     if arguments.experts:
@@ -198,32 +227,42 @@ def run(form: str, rounding: str, arguments: argparse.Namespace) -> Run:
     with plain_forms() if form == FORMS[1] else nullcontext():
         backends = {each.op: each.backend for each in report(config, arguments.device)}
         started = time.perf_counter()
-        losses = train(config, text, optim, arguments.device, bool(rounding))
+        losses = train(config, text, optim, arguments.device, bool(rounding), name_of(form, rounding), clock)
     return Run(losses, time.perf_counter() - started, backends)
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, clock: Clock) -> dict[str, Any]:
     kinds = list(product(FORMS, ROUNDINGS))
-    names = [f"{form}, {rounding}" if rounding else form for form, rounding in kinds]
+    names = [name_of(*kind) for kind in kinds]
     with ProcessPoolExecutor(arguments.together, mp_context=get_context("spawn")) as pool:
-        waiting = [pool.submit(run, *kind, arguments) for kind in kinds]
+        waiting = [pool.submit(run, *kind, arguments, clock) for kind in kinds]
         runs = dict(zip(names, (each.result() for each in waiting), strict=True))
     assert "triton" not in runs[FORMS[1]].backends.values(), runs[FORMS[1]].backends
     settings = {n: getattr(arguments, n) for n in ("preset", "experts", "steps", "sequences", "length", "rule", "lr")}
-    curves = {name: each.losses for name, each in runs.items()}
+    done = {name: len(each.losses) for name, each in runs.items()}
+    curves = to_the_shortest({name: each.losses for name, each in runs.items()})
+    finished, found = min(done.values()) == arguments.steps, compared(curves)
     return {
         "settings": settings,
         "device": torch.cuda.get_device_name() if arguments.device == "cuda" else arguments.device,
         "torch": torch.__version__,
         "backends": {form: runs[form].backends for form in FORMS},
         "seconds": {name: each.seconds for name, each in runs.items()},
+        "finished": finished,
+        "steps_done": done,
         "curves": curves,
-        **compared(curves),
+        **found,
+        "passed": finished and found["passed"],
     }
 
 
 def show(result: dict[str, Any]) -> None:
     print(f"\n{result['device']}, torch {result['torch']}, {result['settings']}")
+    if not result["finished"]:
+        print(f"  UNFINISHED, compared as far as all came: steps done {result['steps_done']}")
+    if "last" not in result:
+        print(f"  fewer than {2 * SMOOTH} steps: nothing to compare")
+        return
     for name, loss in result["last"].items():
         print(f"  {name:26} last {LAST} steps {loss:.4f}, {result['seconds'][name]:.1f} s")
     for form, value in result["within"].items():
@@ -231,7 +270,7 @@ def show(result: dict[str, Any]) -> None:
     plain = [op for op, backend in result["backends"][FORMS[0]].items() if backend != "triton"]
     print(f"  with kernels, not by them: {', '.join(plain) or 'nothing'}")
     print(f"  kernels and PyTorch apart by {result['mean_across']:.5f}, {result['ratio']:.2f} of the noise", end=" ")
-    print(f"(at most {LIMIT}): {'passed' if result['passed'] else 'FAILED'}")
+    print(f"(at most {LIMIT}): {'passed' if result['passed'] else 'FAILED' if result['finished'] else 'UNFINISHED'}")
 
 
 def main() -> int:
@@ -246,21 +285,22 @@ def main() -> int:
     parser.add_argument("--rule", choices=("adamw", "muon"), default="adamw")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--together", type=int, default=4, help="runs at a time")
+    parser.add_argument("--seconds", type=float, default=0.0, help="after which no step begins; 0: no limit")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--redraw", action="store_true", help="curve.png from the curve.json of FOLDER, nothing else")
-    arguments = parser.parse_args()
+    arguments, began = parser.parse_args(), time.time()
     if arguments.redraw:
         draw(json.loads((arguments.out / "curve.json").read_text())["curves"], arguments.out / "curve.png")
         return 0
     if arguments.tokens is None:
         parser.error("--tokens: which text?")
-    result = measure(arguments)
+    result = measure(arguments, Clock(began, began + arguments.seconds if arguments.seconds else float("inf")))
     show(result)
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "curve.json").write_text(json.dumps(result, indent=1))
     if find_spec("matplotlib") is None:
         print("matplotlib is not installed: no curve.png; --redraw makes it elsewhere")
-    else:
+    elif "last" in result:
         draw(result["curves"], arguments.out / "curve.png")
     return 0 if result["passed"] else 1
 

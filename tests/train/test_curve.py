@@ -13,6 +13,7 @@ from rille.model.model import new_model
 from rille.model.presets import preset
 from rille.ops import moe, norm
 from rille.ops.mla import choice
+from rille.optim.config import OptimConfig
 
 PATH = Path(__file__).resolve().parents[2] / "benchmarks" / "train" / "curve.py"
 SPEC = importlib.util.spec_from_file_location("curve", PATH)
@@ -50,6 +51,22 @@ def test_the_gate_sees_a_curve_that_is_off_by_more_than_noise() -> None:
     assert same["passed"] and 0.1 < same["ratio"] < curve.LIMIT
     off = [[x + 0.1 for x in each] for each in noisy[:2]] + noisy[2:]
     assert not curve.compared(dict(zip(names, off, strict=True)))["passed"]
+
+
+def test_curves_of_unequal_length_are_compared_as_far_as_all_came() -> None:
+    names = ("kernels", "kernels, other rounding", "PyTorch", "PyTorch, other rounding")
+    cut = curve.to_the_shortest({name: list(np.linspace(9, 5, 60 - i)) for i, name in enumerate(names)})
+    assert {len(losses) for losses in cut.values()} == {57} and "noise" in curve.compared(cut)
+    short = {name: losses[: 2 * curve.SMOOTH - 1] for name, losses in cut.items()}
+    assert curve.compared(short) == {"passed": False}
+
+
+def test_no_step_begins_after_the_time_limit() -> None:
+    config = preset("tiny").replace(num_layers=4, mla_layers=(3,))
+    text = curve.batches(np.arange(100) % 40, config.vocab_size, 3, 1, 8)
+    until = [float("inf"), 0.0]
+    done = [len(curve.train(config, text, OptimConfig(), "cpu", False, "a run", curve.Clock(0.0, t))) for t in until]
+    assert done == [3, 0]
 
 
 def test_batches_follow_one_another_and_must_be_of_the_vocabulary() -> None:
