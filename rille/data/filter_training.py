@@ -5,17 +5,14 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.table import Table
 
 from rille.data.classifier import Training, confusion, train_classifier
+from rille.data.command_config import TrainFilterConfig
 from rille.data.records import Fault, read_records, text_of
 from rille.data.steps import Steps
-
-if TYPE_CHECKING:
-    from rille.data.commands import TrainFilterConfig
 
 _TESTED = 0.1  # of the examples, by a hash of their text
 _LONGEST = 16_000_000

@@ -23,18 +23,16 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.table import Table
 
+from rille.data.command_config import RephraseConfig
 from rille.data.endpoint import Endpoint
 from rille.data.fidelity import measure
 from rille.data.records import Fault, read_records, text_of
 from rille.data.steps import Steps
 from rille.data.styles import JUDGE_SYSTEM, STYLES, SYSTEM, judging, rewriting
-
-if TYPE_CHECKING:
-    from rille.data.commands import RephraseConfig
 
 _LONGEST = 16_000_000
 FREE = ("out", "endpoint", "parallel", "timeout", "key_variable")  # what may change when a run goes on

@@ -26,13 +26,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rille.data.command_config import SynthesiseConfig
 from rille.data.records import Fault, read_records, text_of
 from rille.data.steps import Steps
-
-if TYPE_CHECKING:
-    from rille.data.commands import SynthesiseConfig
 
 _LONGEST = 16_000_000
 _POOL_BYTES = 256_000_000  # of texts, held in memory

@@ -11,15 +11,12 @@ from collections.abc import Sequence
 from numbers import Real
 from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rille.packing import Packing
-
-if TYPE_CHECKING:
-    from rille.model.model import K3
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 DTYPES["float64"] = torch.float64
@@ -102,22 +99,22 @@ def as_layers(value: Any, num_layers: int) -> range | None:
     return value
 
 
-def check_weights(model: K3) -> None:
+def check_weights(device: torch.device) -> None:
     """Raise ValueError for a model on the meta device, which has shapes only."""
-    if model.device.type == "meta":
+    if device.type == "meta":
         raise ValueError('the model is on the "meta" device, where it has shapes only; make or load it on cpu or cuda')
 
 
-def check_tokens(model: K3, tokens: Any) -> None:
-    """Raise ValueError unless they are int64 [N], on the CPU or with the model. Reads no values."""
+def check_tokens(tokens: Any, device: torch.device) -> None:
+    """Raise ValueError unless they are int64 [N], on the CPU or on the model's device. Reads no values."""
     if not isinstance(tokens, Tensor):
         raise ValueError(f"tokens must be an int64 tensor of shape [N], not {kind(tokens)}; use torch.tensor(ids)")
     if tokens.ndim != 1 or tokens.dtype != torch.int64:
         raise ValueError(
             f"tokens must be int64 of shape [N], got {kind(tokens)}; a batch is one axis, whose boundaries are packing"
         )
-    if tokens.device.type != "cpu" and tokens.device != model.device:
-        raise ValueError(f"tokens are on {tokens.device}, the model on {model.device}; move them: tokens.to(...)")
+    if tokens.device.type != "cpu" and tokens.device != device:
+        raise ValueError(f"tokens are on {tokens.device}, the model on {device}; move them: tokens.to(...)")
 
 
 def check_ids(tokens: Tensor, packing: Packing, vocab_size: int) -> None:
@@ -133,7 +130,8 @@ def readable(values: Tensor, packing: Packing) -> bool:
     return values.device.type == "cpu" or packing.longest > 1
 
 
-def check_packing(model: K3, tokens: Tensor, packing: Any) -> None:
+def check_packing(packing: Any, tokens: Tensor, device: torch.device) -> None:
+    """Raise ValueError unless it describes so many tokens, on the model's device."""
     if not isinstance(packing, Packing):
         raise ValueError(f"packing must be a Packing, not {kind(packing)}; make one: Packing.of(lengths)")
     if packing.num_tokens != len(tokens):
@@ -141,10 +139,10 @@ def check_packing(model: K3, tokens: Tensor, packing: Any) -> None:
             f"the packing describes {packing.num_tokens} tokens, the batch has {len(tokens)}; the lengths of its "
             "sequences must sum to that"
         )
-    if packing.device != model.device:
+    if packing.device != device:
         raise ValueError(
-            f"the packing is on {packing.device}, the model on {model.device}; make it there: "
-            f'Packing.of(lengths, device="{model.device}")'
+            f"the packing is on {packing.device}, the model on {device}; make it there: "
+            f'Packing.of(lengths, device="{device}")'
         )
 
 

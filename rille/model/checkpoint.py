@@ -261,7 +261,7 @@ def save_model(
         raise ValueError(f"experts={experts!r}: choose keep, bf16 or mxfp4")
     if not isinstance(model, K3):
         raise ValueError(f"model must be a K3 model, not {kind(model)}")
-    check_weights(model)
+    check_weights(model.device)
     if tokenizer is not None and not callable(getattr(tokenizer, "save", None)):
         raise ValueError(f"tokenizer must be able to save itself (rille.load_tokenizer), not {kind(tokenizer)}")
     dtype, path = as_dtype(dtype), as_path(path)

@@ -211,7 +211,7 @@ class K3(nn.Module):
 
         Raises ValueError for a model without vision, and for patches and grids that do not fit it or each other.
         """
-        check_weights(self)
+        check_weights(self.device)
         if self.vision is None:
             raise ValueError("images: this model has no vision tower (its config has no vision_config)")
         return self.vision(images)
@@ -240,15 +240,15 @@ class K3(nn.Module):
         self, tokens: Tensor, packing: Packing | None, memory: Memory | None, images: PatchedImages | None
     ) -> tuple[Tensor, Context]:
         """Tokens on the model's device, pictures widened, and their context. Raises ValueError as `hidden` says."""
-        check_weights(self)
-        check_tokens(self, tokens)
+        check_weights(self.device)
+        check_tokens(tokens, self.device)
         if memory is not None:
             if not isinstance(memory, Memory):
                 raise ValueError(f"memory must come from model.new_memory(), not be {kind(memory)}")
             memory.check(self.config, self.dtype, self.device, self.held)
         if packing is None:
             packing = memory.packing([len(tokens)]) if memory else Packing.of([len(tokens)], device=self.device)
-        check_packing(self, tokens, packing)
+        check_packing(packing, tokens, self.device)
         check_ids(tokens, packing, self.config.vocab_size)
         if memory is None and any(packing.consumed):
             raise ValueError(f"the packing continues after {list(packing.consumed)} tokens, but no memory was given")

@@ -148,10 +148,10 @@ def draft(
     memory.
     """
     layers = mtp_layers(model)
-    check_weights(model)
-    check_tokens(model, tokens)
+    check_weights(model.device)
+    check_tokens(tokens, model.device)
     if packing is not None:
-        check_packing(model, tokens, packing)
+        check_packing(packing, tokens, model.device)
     memory = memory or new_draft_memory(model, packing.num_sequences if packing is not None else 1)
     if not isinstance(memory, Memory):
         raise ValueError(f"memory must come from model.new_draft_memory(), not be {kind(memory)}")

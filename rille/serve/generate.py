@@ -122,8 +122,8 @@ def check(model: K3, tokens: Tensor) -> None:
         raise ValueError(f"model must be a K3 model (rille.load_model, rille.new_model), not {kind(model)}")
     if len(model.held) != model.config.num_layers:
         raise ValueError(f"the model holds layers {model.held} of {model.config.num_layers}; generating needs all")
-    check_weights(model)
-    check_tokens(model, tokens)
+    check_weights(model.device)
+    check_tokens(tokens, model.device)
     if len(tokens) < 1:
         raise ValueError("the prompt has no tokens; give at least one (a trained model's config has bos_id for that)")
     check_ids(tokens, Packing.of([len(tokens)]), model.config.vocab_size)

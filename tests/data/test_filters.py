@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rille.data.build_config import FilterConfig
 from rille.data.classifier import Classifier, Training, features_of, load_classifier, train_classifier
 from rille.data.cleaning import clean
-from rille.data.commands import TrainFilterConfig
+from rille.data.command_config import TrainFilterConfig
 from rille.data.filter_training import train_filter
 from rille.data.gather import Judge, fault_of
 from rille.data.heuristics import code_fault, prose_fault

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rille.data.commands import RephraseConfig
+from rille.data.command_config import RephraseConfig
 from rille.data.endpoint import Endpoint, NoAnswer, Refused
 from rille.data.fidelity import measure
 from rille.data.rephrase import cut_pieces, rephrase

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rille.data.commands import SynthesiseConfig
+from rille.data.command_config import SynthesiseConfig
 from rille.data.steps import NoSteps
 from rille.data.synthesis import KINDS, long_document, synthesise
 from tests.data.sets import essay, write_jsonl
