@@ -160,6 +160,7 @@ def test_nothing_is_differentiated_or_changed():
         (torch.zeros(1, 3, 4), {"dtype": torch.int8}, "int8"),
         (torch.zeros(1, 3, 4), {"steps": 0}, "steps 0"),
         (torch.zeros(1, 3, 4), {"backend": "svd"}, "'svd'; there are reference, plain, gram"),
+        (torch.zeros(1, 3, 4, dtype=F64), {"backend": "gram symmetric"}, "'gram symmetric' cannot run"),
     ],
 )
 def test_refused(m: torch.Tensor, change: dict, message: str):

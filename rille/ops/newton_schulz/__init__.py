@@ -1,5 +1,7 @@
 """Newton-Schulz iteration on a batch of matrices: what Muon does to a momentum."""
 
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 
@@ -8,7 +10,10 @@ from rille.ops.newton_schulz.reference import COEFFICIENTS
 
 __all__ = ["BACKENDS", "COEFFICIENTS", "choose_backend", "newton_schulz", "normalised"]
 
-BACKENDS = ("reference", "plain", "gram")
+BACKENDS = ("reference", "plain", "gram", "plain symmetric", "gram symmetric")
+HAS_TRITON = find_spec("triton") is not None
+SYMMETRIC = False  # whether matrices on a card take the kernel for symmetric products; not measured yet
+SMALLEST = 256  # a side of 128 is one tile: nothing to leave out
 ASPECT = 1.5  # from this ratio of the sides on the Gram form is faster on an H200 (README); squares are slower in it
 _FORMS = {"plain": blocks.plain, "gram": blocks.gram}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -23,10 +28,11 @@ def newton_schulz(
     `COEFFICIENTS` = (a, b, c). The norm is taken in fp32 (float64 for float64), everything else runs in `dtype`: fp32,
     float64, bf16 or fp16, by default m's (the reference: in fp32 or float64). The result has that dtype. A factor on M
     changes nothing while ||M||_F is far above eps; below it the result tends to zero, and of zeros it is zero. No
-    gradient. backend: "reference", "plain" or "gram"; by default what `choose_backend` says.
+    gradient. backend: "reference", "plain" or "gram", or one of the last two with " symmetric" behind it, which
+    computes half of the tiles of symmetric products by a kernel; by default what `choose_backend` says.
 
     Source: Jordan 2024, Moonlight section 2.1. Raises ValueError for m that is not [B, P, Q] of a float dtype, for
-    steps < 1, and an unknown dtype or backend.
+    steps < 1, an unknown dtype or backend, and a backend that cannot run.
     """
     dtype = m.dtype if dtype is None else dtype
     if m.ndim != 3 or m.dtype not in DTYPES or dtype not in DTYPES or steps < 1:
@@ -43,21 +49,46 @@ def newton_schulz(
             wide_BPQ = (m.mT if tall else m).to(_wide(dtype))
             x_BPQ = reference.newton_schulz(wide_BPQ, steps, eps).to(dtype)
             return x_BPQ.mT if tall else x_BPQ
-        return _FORMS[chosen](_scaled(m, eps, dtype), steps)
+        return _run(chosen, _scaled(m, eps, dtype), steps)
 
 
 def normalised(x: Tensor, steps: int = 5) -> Tensor:
     """`newton_schulz` for x [B, P, Q] that is X_0 already, in the dtype of the products."""
     with torch.no_grad():
-        return _FORMS[choose_backend(x)[0]](x, steps)
+        return _run(choose_backend(x)[0], x, steps)
 
 
 def choose_backend(m: Tensor) -> tuple[str, str]:
     """The form for matrices of this shape and, in words, why."""
     short, long = sorted(m.shape[1:])
+    more = " symmetric" if SYMMETRIC and short >= SMALLEST and m.is_cuda and HAS_TRITON else ""
     if long >= ASPECT * short:
-        return "gram", f"the sides {short} and {long} differ by {ASPECT:g} times or more"
-    return "plain", f"the sides {short} and {long} differ by less than {ASPECT:g} times"
+        return f"gram{more}", f"the sides {short} and {long} differ by {ASPECT:g} times or more"
+    return f"plain{more}", f"the sides {short} and {long} differ by less than {ASPECT:g} times"
+
+
+def _run(backend: str, x_BPQ: Tensor, steps: int) -> Tensor:
+    form, _, symmetric = backend.partition(" ")
+    if not symmetric:
+        return _FORMS[form](x_BPQ, steps)
+    reason = _obstacle(x_BPQ)
+    if reason is not None:
+        raise ValueError(f"newton_schulz: backend {backend!r} cannot run: {reason}")
+    from rille.ops.newton_schulz import symmetric as products
+
+    return (products.gram if form == "gram" else products.plain)(x_BPQ, steps)
+
+
+def _obstacle(x_BPQ: Tensor) -> str | None:
+    """Why the kernel for symmetric products cannot run, or None."""
+    if not HAS_TRITON:
+        return "triton is not installed"
+    from rille.ops.launching import INTERPRET
+
+    if not x_BPQ.is_cuda and not INTERPRET:
+        return f"the tensors are on {x_BPQ.device.type}"
+    wanted = (torch.float16, torch.bfloat16, torch.float32) if x_BPQ.is_cuda else (torch.float32,)
+    return None if x_BPQ.dtype in wanted else f"the kernel takes {' or '.join(map(str, wanted))}, not {x_BPQ.dtype}"
 
 
 def _scaled(m_BPQ: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
