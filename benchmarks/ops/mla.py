@@ -8,7 +8,7 @@ with float64 on the same card, two backward passes bit for bit, a sequence alone
 medians of `triton.testing.do_bench`, single kernels and decode out of a CUDA graph. "packed" is the causal form at
 192 / 128 channels: PyTorch's backends forced by name and ours; TFLOP/s count half of the score matrix. "latents" is
 decoding from a paged cache; its floor reads each cached row once, at the speed of a copy measured in the same run.
-"rings" and "latent_rings" are the kernels in Gluon beside their twins, "latent_parts" the two for many queries.
+"rings" and "latent_gluon" are the kernels in Gluon beside their twins.
 Variants are other block sizes. The tables come last; FOLDER/mla_*.json hold the numbers as far as a part came.
 """
 
@@ -23,14 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from mla_latents import (
-    gate_latent_parts,
-    gate_latent_rings,
-    gate_latents,
-    time_latent_parts,
-    time_latent_rings,
-    time_latents,
-)
+from mla_latents import gate_latent_gluon, gate_latents, time_latent_gluon, time_latents
 from mla_report import Report, attempted, distance, milliseconds, print_tables, replayed
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -41,7 +34,7 @@ from rille.packing import Packing
 
 K, V = 192, 128
 BF16 = torch.bfloat16
-PARTS = ("latents", "packed", "rings", "latent_rings", "latent_parts")
+PARTS = ("latents", "packed", "rings", "latent_gluon")
 MIXED = (1300, 547, 2048, 963, 271, 3063)
 CASES = {
     "B4 T4096 H8": ((4096,) * 4, 8),
@@ -276,12 +269,9 @@ def main() -> int:
     elif options.part == "rings":
         gate_rings(report)
         time_rings(report, options.only)
-    elif options.part == "latent_rings":
-        gate_latent_rings(report)
-        time_latent_rings(report)
-    elif options.part == "latent_parts":
-        gate_latent_parts(report)
-        time_latent_parts(report)
+    elif options.part == "latent_gluon":
+        gate_latent_gluon(report)
+        time_latent_gluon(report)
     else:
         gate_latents(report)
         time_latents(report, not options.no_variants)

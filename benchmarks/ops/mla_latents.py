@@ -62,68 +62,40 @@ def gate_latents(report: Report) -> None:
         )
 
 
-def gate_latent_rings(report: Report) -> None:
-    """The kernels in Gluon against float64: several tiles, tokens, splits; the table's tail and pages' ends are NaN."""
-    lengths, consumed = [1, 3, 0, 1, 2, 40], [5000, 2046, 70, 63, 5, 31]
+def gate_latent_gluon(report: Report) -> None:
+    """The kernels in Gluon and their twin against float64, and two runs bit for bit: several tiles, tokens, splits; the
+    table's tail and pages' ends are NaN."""
+    many = [1, 3, 0, 1, 2, 40], [9000, 4094, 70, 63, 5, 31]
     few = [1, 3, 0, 1, 2], [5000, 2046, 70, 63, 6000]
-    for H, page, (new, old) in (
-        (4, 64, few), (8, 192, few), (24, 64, few), (96, 64, (lengths, consumed)), (40, 32, (lengths, consumed)),
-        (96, 192, (lengths, consumed)),
-    ):  # fmt: skip
+    single = [1, 1, 0, 1, 1], [5000, 2046, 70, 63, 6000]
+    for H, page, (new, old) in ((4, 64, few), (8, 192, few), (24, 64, single), (96, 64, many), (40, 192, many)):
         cache = caches([a + b for a, b in zip(new, old, strict=True)], page)
-        new = [min(n, 1) for n in new] if H == 24 else new
         packing = Packing.of(new, old, device="cuda")
         q = torch.randn(sum(new), H, R, device="cuda").to(BF16)
         want = latent_attention(q.double(), cache, packing, K**-0.5, LATENT, backend="torch")
         for gluon in (False, True):
-            decode_launch.RINGS = decode_launch.STREAM = gluon
-            got = latent_attention(q, cache, packing, K**-0.5, LATENT, backend="triton")
+            decode_launch.PARTS = decode_launch.STREAM = gluon
+            got, again = (latent_attention(q, cache, packing, K**-0.5, LATENT, backend="triton") for _ in "12")
+            assert torch.equal(got, again), "two runs differ"
             report.gate(f"latents H{H} page {page} {'Gluon' if gluon else 'Triton'}", 1e-2, o=distance(got, want))
-    decode_launch.RINGS = decode_launch.STREAM = False
 
 
-def time_latent_rings(report: Report) -> None:
+def time_latent_gluon(report: Report) -> None:
     """Gluon beside the twin, at two lengths of a split each."""
     speed = copy_speed()
     cache = caches([CONTEXT] * 32, PAGE)
     chosen = decode_launch.plan
     for B, tokens, H in [(32, 1, 4), (32, 1, 16), (32, 1, 24), (1, 1, 16), (32, 1, 96), (32, 4, 96), (32, 4, 16)]:
         one = LatentCache(cache.pool, cache.table[:B])
+        decode_launch.PARTS = decode_launch.STREAM = False
         latents_row(report, speed, one, B, tokens, H, "Triton")
-        decode_launch.RINGS = decode_launch.STREAM = True
+        decode_launch.PARTS = decode_launch.STREAM = True
         p = chosen(H, tokens, CONTEXT, False)
         for SPLIT in (1024, 2048) if p.FEW else (2048, 4096):
             other = p._replace(SPLIT=SPLIT)
             decode_launch.plan = lambda *_, other=other: other
             latents_row(report, speed, one, B, tokens, H, f"Gluon {SPLIT}")
-        decode_launch.plan, decode_launch.RINGS, decode_launch.STREAM = chosen, False, False
-
-
-MANY = {"rings": (False, False), "parts": (True, False), "parts, walking": (True, True)}  # PARTS, WALK
-
-
-def gate_latent_parts(report: Report) -> None:
-    """The kernels in Gluon for many queries against float64, and two runs bit for bit."""
-    lengths, consumed = [1, 3, 0, 1, 2, 40], [9000, 4094, 70, 63, 5, 31]
-    for H, page in ((96, 64), (40, 192)):
-        cache = caches([a + b for a, b in zip(lengths, consumed, strict=True)], page)
-        packing = Packing.of(lengths, consumed, device="cuda")
-        q = torch.randn(sum(lengths), H, R, device="cuda").to(BF16)
-        want = latent_attention(q.double(), cache, packing, K**-0.5, LATENT, backend="torch")
-        for form, (decode_launch.PARTS, decode_launch.WALK) in MANY.items():
-            got, again = (latent_attention(q, cache, packing, K**-0.5, LATENT, backend="triton") for _ in "12")
-            assert torch.equal(got, again), "two runs differ"
-            report.gate(f"latents H{H} page {page} {form}", 1e-2, o=distance(got, want))
-
-
-def time_latent_parts(report: Report) -> None:
-    """Blocks of 32 rows, of 64 in parts, and those walked by as many programs as the card has multiprocessors."""
-    speed = copy_speed()
-    cache = caches([CONTEXT] * 32, PAGE)
-    for B, tokens, H in [(32, 1, 96), (32, 4, 96), (32, 4, 16), (1, 1, 96)]:
-        one = LatentCache(cache.pool, cache.table[:B])
-        for form, (decode_launch.PARTS, decode_launch.WALK) in MANY.items():
-            latents_row(report, speed, one, B, tokens, H, form)
+        decode_launch.plan = chosen
 
 
 def time_latents(report: Report, variants: bool) -> None:

@@ -25,10 +25,7 @@ SHORT = 16  # new tokens of a sequence up to which its cached rows are split amo
 MOST_SPLITS = 64
 WHOLE_SEQUENCE = 2**30
 WIDEST_VALUE, WIDEST_REST = 512, 256
-RINGS = True  # the kernel for many queries in Gluon, where it fits
-PARTS = False  # the one whose ring hands back parts of blocks of 64 rows, for pages of whole blocks
-WALK = True  # it has as many programs as the card has multiprocessors
-STREAM = True  # the kernel for few queries in Gluon, where it fits
+PARTS, STREAM = True, True  # the kernels in Gluon for many and for few queries, where they fit
 BLOCK, TAIL = 64, 16  # cached rows of a step, and of a step over the last rows
 
 
@@ -136,10 +133,10 @@ def _one_class(
     bounds = (table.shape[1], H, tiles, splits, most_rows, scale * LOG2E)
     lists = (table.contiguous(), starts, history, members, o, lse)
     grid = (tiles * splits, count)
-    if STREAM and FEW and tiles == 1 and not without_stream(pool, V, tokens * H):
+    if STREAM and FEW and tiles == 1 and not without_gluon(pool, V):
         _by_stream(q.view(N * H, R), pool, lists, bounds, V, SPLIT)
-    elif (RINGS or PARTS) and not FEW and not without_rings(pool, V):
-        _by_rings(grid, q.view(N * H, R), pool, lists, bounds, V, SPLIT)
+    elif PARTS and not FEW and not without_gluon(pool, V):
+        _in_parts(grid, q.view(N * H, R), pool, lists, bounds, V, SPLIT)
     else:
         whole = page_rows % BLOCK == 0 and fetchable(pool)
         blocks = [(q.view(1, N * H, R), ROWS, True), (pool, BLOCK, whole)]
@@ -160,24 +157,16 @@ def _one_class(
         merge(o, lse, starts, history, members, out, H, splits, most_rows, VALUE=V, A=A, SPLIT=SPLIT, num_warps=4)
 
 
-def without_rings(pool: Tensor, V: int) -> str:
-    """Why the Gluon form cannot run, or an empty string."""
+def without_gluon(pool: Tensor, V: int) -> str:
+    """Why the Gluon forms cannot run, or an empty string."""
     page_rows, R = pool.shape[1:]
     if INTERPRET:
         return "Gluon has no interpreter"
     if pool.element_size() != 2 or V not in (256, 512) or R - V not in (16, 32, 64):
         return f"rows of {R} {pool.dtype} with {V} values do not fit its tiles"
-    if page_rows % 32 or pool.stride(0) % R or not fetchable(pool):
-        return f"pages of {page_rows} rows, {pool.stride(0)} elements apart, are no table of rows in blocks of 32"
+    if page_rows % BLOCK or pool.stride(0) % R or not fetchable(pool):
+        return f"pages of {page_rows} rows, {pool.stride(0)} elements apart, are no table of rows in blocks of {BLOCK}"
     return ""
-
-
-def without_stream(pool: Tensor, V: int, queries: int) -> str:
-    """As `without_rings`, for the form with few queries."""
-    page_rows = pool.shape[1]
-    if queries > 32 or page_rows % 64:
-        return f"{queries} queries and pages of {page_rows} rows are not up to 32 and blocks of 64"
-    return without_rings(pool, V)
 
 
 def _by_stream(
@@ -191,38 +180,32 @@ def _by_stream(
     step = pool.stride(0) // pool.shape[2]
     kernel: Any = decode_stream.latent_stream_kernel
     kernel[(programs,)](
-        *_tables(q, pool, V, V, Q, 64), *lists, step, max_pages, H, members, splits, most_rows, scale2, VALUE=V,
+        *_tables(q, pool, V, V, Q), *lists, step, max_pages, H, members, splits, most_rows, scale2, VALUE=V,
         PAGE=pool.shape[1], SPLIT=SPLIT, Q=Q, num_warps=4,
     )  # fmt: skip
 
 
-def _tables(q: Tensor, pool: Tensor, V: int, part: int, queries: int, block: int) -> list[Any]:
+def _tables(q: Tensor, pool: Tensor, V: int, part: int, queries: int) -> list[Any]:
     """Descriptors of queries [N * H, R] and of the pool as a table of rows: `part` of the value channels, the rest."""
     (pages, page_rows, R), step = pool.shape, pool.stride(0) // pool.shape[2]
     rows = pool.as_strided(((pages - 1) * step + page_rows, R), (R, 1))
     return [
         rows_described(x[:, None], first, height, width)
-        for x, height in ((q, queries), (rows, block))
+        for x, height in ((q, queries), (rows, BLOCK))
         for first, width in ((0, part), (V, R - V))
     ]
 
 
-def _by_rings(
+def _in_parts(
     grid: tuple[int, int], q: Tensor, pool: Tensor, lists: tuple[Any, ...], bounds: tuple[Any, ...], V: int, SPLIT: int
 ) -> None:
-    from rille.ops.mla import decode_gluon, decode_parts
+    from rille.ops.mla import decode_parts
 
-    page_rows, step = pool.shape[1], pool.stride(0) // pool.shape[2]
-    rest = dict(VALUE=V, PAGE=page_rows, SPLIT=SPLIT, num_warps=4)
-    if PARTS and page_rows % 64 == 0:
-        max_pages, H, *others = bounds
-        items = grid[0] * grid[1]
-        programs = min(items, torch.cuda.get_device_properties(q.device).multi_processor_count) if WALK else items
-        kernel: Any = decode_parts.latent_parts_kernel
-        kernel[(programs,)](*_tables(q, pool, V, V // 4, 64, 64), *lists, step, max_pages, H, items, *others, **rest)
-    else:
-        kernel = decode_gluon.latent_rings_kernel
-        kernel[grid](*_tables(q, pool, V, V // 4, 64, 32), *lists, step, *bounds, STAGES=4, **rest)
+    kernel: Any = decode_parts.latent_parts_kernel
+    kernel[grid](
+        *_tables(q, pool, V, V // 4, 64), *lists, pool.stride(0) // pool.shape[2], *bounds, VALUE=V,
+        PAGE=pool.shape[1], SPLIT=SPLIT, num_warps=4,
+    )  # fmt: skip
 
 
 def fetchable(pool: Tensor) -> bool:

@@ -8,7 +8,6 @@ from rille.ops.ahead import Specimen
 from rille.ops.mla import (
     backward_gluon,
     backward_kernels,
-    decode_gluon,
     decode_kernels,
     decode_launch,
     decode_parts,
@@ -25,7 +24,7 @@ POINTERS = {
     "*i32": "tiles_ptr starts_ptr history_ptr members_ptr",
     "i64": "page_stride",
     "i32": "N H together gate_row gate_head q_head k_head v_head do_head do_row scale_page scale_row max_pages "
-    "page_step tiles splits most_rows members items",
+    "page_step tiles splits most_rows members",
     "fp32": "scale scale2",
 }
 TYPES = {name: kind for kind, names in POINTERS.items() for name in names.split()}
@@ -121,13 +120,6 @@ def latents(H: int, tokens: int, V: int = 512, R: int = 576, page: int = 64, sca
     return found if not scaled else _with_8_bit_rows(found)
 
 
-def latent_rings(V: int, R: int) -> Specimen:
-    blocks = dict(q_desc=rows(64, V // 4), q_b_desc=rows(64, R - V), c_desc=rows(32, V // 4), c_b_desc=rows(32, R - V))
-    constants: dict[str, Any] = dict(VALUE=V, PAGE=64, SPLIT=2048, STAGES=4, num_warps=4)
-    kernel = decode_gluon.latent_rings_kernel
-    return specimen(f"latent_rings_v{V}", kernel, constants, blocks, num_warps=4, want_wgmma=True)
-
-
 def latent_parts(V: int, R: int) -> Specimen:
     blocks = dict(q_desc=rows(64, V // 4), q_b_desc=rows(64, R - V), c_desc=rows(64, V // 4), c_b_desc=rows(64, R - V))
     constants: dict[str, Any] = dict(VALUE=V, PAGE=64, SPLIT=4096, num_warps=4)
@@ -166,8 +158,6 @@ def specimens() -> list[Specimen]:
         latents(16, 1, V=256, R=320),
         latents(96, 1, page=48),
         latents(16, 1, scaled=True),
-        latent_rings(512, 576),
-        latent_rings(256, 320),
         latent_parts(512, 576),
         latent_parts(256, 320),
         *(latent_stream(Q, 512, 576) for Q in (16, 32)),
