@@ -19,7 +19,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -263,24 +263,8 @@ def measure_stack(layers: int, block_layers: int, N: int, D: int) -> dict[str, A
     return row
 
 
-def prefetching(call: Callable[[], Any], rows_on: int) -> Callable[[], Any]:
-    """A forward launch that asks for the row so many rows on; the same bits as without, or it fails."""
-
-    def other() -> Any:
-        chosen = mix.plan
-        mix.plan = lambda *sizes: replace(chosen(*sizes), PREFETCH=rows_on)
-        try:
-            return call()
-        finally:
-            mix.plan = chosen
-
-    if not all(torch.equal(a, b) for a, b in zip(other(), call(), strict=True)):
-        raise RuntimeError(f"prefetching {rows_on} rows on changed the result")
-    return other
-
-
 def launches(R: int, N: int, D: int, site: bool) -> dict[str, Callable[[], Any]]:
-    """One kernel each way; of wide rows also with prefetches: of the row itself, of one that is two a processor on."""
+    """One kernel each way."""
     case = draw(R, N, D, BF16, True)
     norm = case.norm_gain if site else None
     arguments = (case.sources, case.update if site else None, case.query, case.gain, norm, EPS, True)
@@ -296,10 +280,7 @@ def launches(R: int, N: int, D: int, site: bool) -> dict[str, Callable[[], Any]]
         return call
 
     work = f"R{R} D{D} {'site' if site else 'mix'}"
-    found = {f"{work} f": without_gradient(mix.mix, arguments), f"{work} b": without_gradient(mix.mix_backward, rest)}
-    for rows_on in (0, 2 * mix.processors(out.device)) if D > mix.WIDE else ():
-        found[f"{work} f prefetch {rows_on}"] = prefetching(found[f"{work} f"], rows_on)
-    return found
+    return {f"{work} f": without_gradient(mix.mix, arguments), f"{work} b": without_gradient(mix.mix_backward, rest)}
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:

@@ -95,17 +95,7 @@ def kernels(R: int, Q: int, N: int, D: int) -> dict[str, tuple[Callable[[], Any]
     if phases.backward_plan(R, D, 2) is not None:
         given = (rows, beside, out, d_tops, w, scores, roots, tops, EPS)
         found["phase 1 backward"] = (lambda: phases.first_backward(*given), 4 * R + Q)
-        found["the same, asked"] = (lambda: asked(lambda: phases.first_backward(*given)), 4 * R + Q)
     return found
-
-
-def asked(call: Callable[[], Any]) -> Any:
-    """A call with the sites' rows asked for ahead."""
-    before, phases.PREFETCH = phases.PREFETCH, True
-    try:
-        return call()
-    finally:
-        phases.PREFETCH = before
 
 
 def measure(speed: float) -> list[dict[str, Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -63,7 +65,12 @@ def limit_for(R: int) -> float:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("form", ["mix", "site", "site_update"])
-def test_equals_the_reference(size: tuple[int, int, int], form: str) -> None:
+@pytest.mark.parametrize("few", [True, False])
+def test_equals_the_reference(
+    monkeypatch: pytest.MonkeyPatch, size: tuple[int, int, int], form: str, few: bool
+) -> None:
+    """A program for each row, and programs of several."""
+    monkeypatch.setattr(mix, "FEW_ELEMENTS", 2**30 if few else 0)
     inputs = draw(*size)
     got, want = (run(inputs, name, form != "mix", form == "site_update") for name in ("triton", "reference"))
     compare(got, want, limit_for(size[0]))
@@ -71,7 +78,11 @@ def test_equals_the_reference(size: tuple[int, int, int], form: str) -> None:
 
 @pytest.mark.parametrize("registers", TIGHT)
 @pytest.mark.parametrize("form", ["mix", "site_update"])
-def test_groups_and_sources_read_again(monkeypatch: pytest.MonkeyPatch, registers: tuple[int, int], form: str) -> None:
+@pytest.mark.parametrize("few", [True, False])
+def test_groups_and_sources_read_again(
+    monkeypatch: pytest.MonkeyPatch, registers: tuple[int, int], form: str, few: bool
+) -> None:
+    monkeypatch.setattr(mix, "FEW_ELEMENTS", 2**30 if few else 0)
     monkeypatch.setattr(mix, "FORWARD_REGISTERS", registers[0] * 4)
     monkeypatch.setattr(mix, "BACKWARD_REGISTERS", registers[1] * 4)
     mix.plan.cache_clear()
@@ -136,10 +147,19 @@ def test_plan_covers_every_source() -> None:
     for R in range(1, mix.MOST_SOURCES + 1):
         for D in (1, 64, 512, 768, 2048, 4096, 7168, 8192):
             for itemsize in (2, 4):
-                for p in (mix.plan(R, D, itemsize, normed) for normed in (False, True)):
+                for p in (mix.plan(R, D, itemsize, *flags) for flags in product((False, True), repeat=2)):
                     assert 1 <= p.GROUP <= R and 1 <= p.backward_group <= R and p.BLOCK >= D and p.programs >= 1
                     for warps in (p.forward_warps, p.backward_warps):
                         assert p.BLOCK % (32 * warps * p.VEC) == 0
+
+
+def test_few_rows_have_a_program_each() -> None:
+    """64 rows of 512 of a decoding step; a training step's share rows."""
+    for rows, few in ((1, True), (64, True), (2**20, False)):
+        assert mix.is_few(rows, 512, torch.device(DEVICE)) == few
+    assert mix.plan(5, 512, 2, True, True).STEP == 1 and mix.plan(5, 512, 2, True).STEP == 8
+    for R, D in ((5, 512), (9, 512), (4, 2048), (9, 4096)):
+        assert mix.plan(R, D, 2, True, True).GROUP == R
 
 
 def test_zero_query_is_the_average_and_has_a_gradient() -> None:

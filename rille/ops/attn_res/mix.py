@@ -23,6 +23,9 @@ from rille.ops.attn_res import mix_kernels, wide_kernels
 MOST_SOURCES, WIDEST = 16, 8192
 # Registers of a thread that sources may fill: forward, while a group is summed and the next one arrives; backward.
 FORWARD_REGISTERS, BACKWARD_REGISTERS = 64, 32
+# Rows are few where a processor has at most so many elements: programs of 4096 each would leave half of its places for
+# programs empty.
+FEW_ELEMENTS = 32768
 # Rows of at least so many elements run backward through `wide_kernels`.
 WIDE = 4096
 
@@ -32,9 +35,8 @@ class Plan:
     """How programs cover rows. VEC elements of BLOCK make one load. Registers are limited so that
     `forward_programs` and `programs` run on a processor at once; the latter share the rows backward.
 
-    Forward: STEP rows one after another, sources in groups of GROUP, the whole row PREFETCH rows on asked for into the
-    cache (None: none is). Backward: sources in groups of `backward_group`,
-    or one at a time in a loop (`loops`).
+    Forward: STEP rows one after another, sources in groups of GROUP; `few`: see `is_few`. Backward: sources in groups
+    of `backward_group`, or one at a time in a loop (`loops`).
     """
 
     BLOCK: int
@@ -47,24 +49,32 @@ class Plan:
     backward_warps: int
     programs: int
     loops: bool
-    PREFETCH: int | None = None
+    few: bool = False
+
+
+def is_few(N: int, D: int, device: torch.device) -> bool:
+    """Rows too few to fill a card with programs of several rows: each has its own, with all its sources in one group
+    where they fit. 64 rows of 512 took 9.0 us in 8 programs of 8 rows, and one row 2.2."""
+    return FEW_ELEMENTS * processors(device) > N * D
 
 
 @cache
-def plan(R: int, D: int, itemsize: int, normed: bool) -> Plan:
+def plan(R: int, D: int, itemsize: int, normed: bool, few: bool = False) -> Plan:
     """Sizes found by compiling for sm_90: 16 elements a thread forward and 8 backward need 128 registers or fewer. The
     widest rows of a mixture without norm have 32 forward and one source a group: the faster of two forms measured."""
     VEC = 16 // itemsize
     BLOCK = max(32 * VEC, 1 << (D - 1).bit_length())
-    STEP = max(1, 4096 // BLOCK)
-    alone = BLOCK > WIDE and itemsize == 2 and not normed
+    STEP = 1 if few else max(1, 4096 // BLOCK)
+    alone = BLOCK > WIDE and itemsize == 2 and not normed and not few
     forward_warps = min(8, BLOCK // (32 * VEC)) if alone else min(16, max(1, BLOCK // 512))
+    if few and R * registers_of_a_source(BLOCK, forward_warps, itemsize) > FORWARD_REGISTERS:
+        forward_warps = min(16, BLOCK // (32 * VEC))
     GROUP = 1 if alone else group_of(R, registers_of_a_source(BLOCK, forward_warps, itemsize), FORWARD_REGISTERS)
     backward_warps = min(16, max(1, BLOCK // 256))
     backward_group = group_of(R, registers_of_a_source(BLOCK, backward_warps, itemsize), BACKWARD_REGISTERS)
     return Plan(
         BLOCK, VEC, STEP, GROUP, forward_warps, max(1, 16 // forward_warps), backward_group, backward_warps,
-        max(1, 16 // backward_warps), R > 1 and BLOCK >= WIDE,
+        max(1, 16 // backward_warps), R > 1 and BLOCK >= WIDE, few,
     )  # fmt: skip
 
 
@@ -106,13 +116,13 @@ def mix(
     running = torch.empty_like(out) if update is not None else out.new_empty(0)
     stats = torch.empty((N, columns(R, norm_gain)) if save else 0, dtype=torch.float32, device=out.device)
     if N:
-        p = plan(R, D, out.element_size(), norm_gain is not None)
+        p = plan(R, D, out.element_size(), norm_gain is not None, is_few(N, D, out.device))
         arguments = (tuple(sources), update, query, gain, norm_gain, out, running, stats, N, eps)
         flags: dict[str, Any] = dict(UPDATE=update is not None, NORM=norm_gain is not None, STATS=save)
         flags |= dict(D=D, BLOCK=p.BLOCK, LANES=32 * p.forward_warps, VEC=p.VEC, num_warps=p.forward_warps)
         flags |= dict(maxnreg=registers_of_a_thread(p.forward_warps, p.forward_programs))
         launch: Any = mix_kernels.mix_forward[(-(-N // p.STEP),)]
-        launch(*arguments, STEP=p.STEP, GROUP=p.GROUP, PREFETCH=None if interpreting() else p.PREFETCH, **flags)
+        launch(*arguments, STEP=p.STEP, GROUP=p.GROUP, FEW=p.few, **flags)
     return out, running, stats
 
 

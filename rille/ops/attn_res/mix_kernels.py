@@ -96,49 +96,33 @@ def load_group(
 
 
 @triton.jit
-def prefetch_row(sources, start, D: tl.constexpr, LANES: tl.constexpr):
-    """Ask for a row of every source, so that it comes into the cache: no register waits for it. A thread a line."""
-    R: tl.constexpr = len(sources)
-    LINE: tl.constexpr = 1024 // sources[0].dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
-    LINES: tl.constexpr = (D + LINE - 1) // LINE
-    for first in tl.static_range(0, R * LINES, LANES):
-        i_L = tl.minimum(first + tl.arange(0, LANES), R * LINES - 1)
-        at_L = sources[0] + start + tl.minimum(i_L * LINE, D - 1)
-        for j in tl.static_range(1, R):
-            if first < (j + 1) * LINES and first + LANES > j * LINES:
-                at_L = tl.where(i_L >= j * LINES, sources[j] + start + (i_L - j * LINES) * LINE, at_L)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at_L], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
 def mix_forward(
     sources, update, query, gain, norm_gain, out, running, stats, N, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr,
-    VEC: tl.constexpr, UPDATE: tl.constexpr, NORM: tl.constexpr, STATS: tl.constexpr, PREFETCH: tl.constexpr,
+    VEC: tl.constexpr, UPDATE: tl.constexpr, NORM: tl.constexpr, STATS: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """Grid (N / STEP). PREFETCH: so many rows on, a row is asked for into the cache; None: no row is."""
+    """Grid (N / STEP). FEW: there are so few rows that what a row waits for counts, not what the card moves: all that
+    does not depend on another load is asked for before the first use, and before any store, which loads do not pass."""
     R: tl.constexpr = len(sources)
     d_B = tl.arange(0, BLOCK)
     first_row = tl.program_id(0).to(tl.int64) * STEP
     for row in range(first_row, tl.minimum(first_row + STEP, N)):
         start = row * D
-        if PREFETCH is not None:  # noqa: SIM102  (settled when it is compiled)
-            if row + PREFETCH < N:
-                prefetch_row(sources, start + PREFETCH * D, D, LANES)
+        dtype: tl.constexpr = out.dtype.element_ty
+        if NORM and FEW:
+            n_B = tl.load(norm_gain + d_B, mask=d_B < D, other=0.0)
         h_B = mixture(
             sources, update, query, gain, running, stats + row * (2 * R + NORM), start, d_B, eps, D, BLOCK, GROUP,
-            LANES, VEC, UPDATE, STATS,
+            LANES, VEC, UPDATE, STATS, FEW,
         )  # fmt: skip
-        dtype: tl.constexpr = out.dtype.element_ty
         out_B = h_B.to(dtype)
         if NORM:
             wide_B = out_B.to(tl.float32)
             r = tl.rsqrt(tl.sum(within(wide_B * wide_B, LANES, VEC), 0) / D + eps)
-            n_B = tl.load(norm_gain + d_B, mask=d_B < D, other=0.0).to(dtype).to(tl.float32)
+            if not FEW:
+                n_B = tl.load(norm_gain + d_B, mask=d_B < D, other=0.0)
             # The norm rounds before its gain, and the product is rounded again.
-            out_B = ((wide_B * r).to(dtype).to(tl.float32) * n_B).to(dtype)
+            out_B = ((wide_B * r).to(dtype).to(tl.float32) * n_B.to(dtype).to(tl.float32)).to(dtype)
             if STATS:
                 tl.store(stats + row * (2 * R + 1) + 2 * R, r)
         tl.store(out + start + d_B, out_B, mask=d_B < D)
@@ -148,12 +132,15 @@ def mix_forward(
 def mixture(
     sources, update, query, gain, running, of_row, start, d_B, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
-    UPDATE: tl.constexpr, STATS: tl.constexpr,
+    UPDATE: tl.constexpr, STATS: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """h of one row, fp32."""
     R: tl.constexpr = len(sources)
+    if FEW:
+        w_B = weights_of_score(query, gain, d_B, D)
     group = load_group(sources, update, running, start, d_B, D, 0, GROUP, UPDATE)
-    w_B = weights_of_score(query, gain, d_B, D)
+    if not FEW:
+        w_B = weights_of_score(query, gain, d_B, D)
     top, total = float("-inf"), 0.0
     h_B = tl.zeros([BLOCK], tl.float32)
     for first in tl.static_range(0, R, GROUP):

@@ -23,13 +23,12 @@ def specimen(name: str, kernel: Any, R: int, D: int, warps: int, constexprs: dic
 FLAGS = {"update": "UPDATE", "norm_gain": "NORM"}
 
 
-def forward(R: int, D: int, fused: bool = False, prefetch: int | None = None) -> Specimen:
-    p, name = mix.plan(R, D, 2, fused), f"forward_r{R}_d{D}{'_site' if fused else ''}"
-    name += "_ahead" if prefetch is not None else ""
+def forward(R: int, D: int, fused: bool = False, few: bool = False) -> Specimen:
+    p, name = mix.plan(R, D, 2, fused, few), f"forward_r{R}_d{D}{'_site' if fused else ''}{'_few' if few else ''}"
     sizes: dict[str, Any] = dict(D=D, BLOCK=p.BLOCK, LANES=32 * p.forward_warps, VEC=p.VEC)
-    sizes |= dict(STEP=p.STEP, GROUP=p.GROUP, PREFETCH=prefetch)
+    sizes |= dict(STEP=p.STEP, GROUP=p.GROUP, FEW=few)
     kernel = mix_kernels.mix_forward
-    flags = dict(UPDATE=fused, NORM=fused, STATS=True)
+    flags = dict(UPDATE=fused, NORM=fused, STATS=not few)
     most = mix.registers_of_a_thread(p.forward_warps, p.forward_programs)
     return specimen(name, kernel, R, D, p.forward_warps, sizes | flags, maxnreg=most)
 
@@ -49,4 +48,4 @@ def backward(R: int, D: int, fused: bool = False) -> Specimen:
 
 SHAPES = [(9, 7168), (5, 7168), (9, 4096), (4, 2048), (5, 512)]
 SPECIMENS = [make(R, D, fused) for R, D in SHAPES for fused in (False, True) for make in (forward, backward)]
-SPECIMENS += [forward(9, 7168, fused, 264) for fused in (False, True)]
+SPECIMENS += [forward(R, D, fused, True) for R, D in SHAPES for fused in (False, True)]

@@ -181,25 +181,9 @@ def site_backward(
 
 
 @triton.jit
-def prefetch_sites(d_out, row, N, Q, D: tl.constexpr, LANES: tl.constexpr):
-    """Ask for a row of every site, so that it comes into the cache. A thread a line of 128 bytes."""
-    LINE: tl.constexpr = 1024 // d_out.dtype.element_ty.primitive_bitwidth
-    LINES: tl.constexpr = (D + LINE - 1) // LINE
-    SITES: tl.constexpr = LANES // LINES if LANES > LINES else 1
-    i_L = tl.arange(0, LANES)
-    for first in range(0, Q, SITES):
-        q_L = tl.minimum(first + i_L // LINES, Q - 1)
-        at_L = d_out + (row + q_L * N) * D + (i_L % LINES) * LINE
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at_L], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
 def first_backward(
     sources, grads, beside, d_out, d_tops, w, scores, roots, tops, along, N, Q, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, BESIDE: tl.constexpr,
-    PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """Grid (N). d_out [Q, N, D]: do_q. along [N, R, Q]: ds_qj r_j, of which dw is made. Bit j of BESIDE: the gradient
     of source j from elsewhere is beside[j] and is added."""
@@ -208,8 +192,6 @@ def first_backward(
     d_B = tl.arange(0, BLOCK)
     row = tl.program_id(0).to(tl.int64)
     here_B = row * D + d_B
-    if PREFETCH:
-        prefetch_sites(d_out, row, N, Q, D, LANES)
     group = load_group(sources, d_out, d_out, row * D, d_B, D, 0, R, False)
     r, square, along_v, dv = (), (), (), ()
     for j in tl.static_range(R):

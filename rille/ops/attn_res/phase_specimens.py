@@ -16,9 +16,6 @@ TYPES = {name: kind for kind, names in POINTERS.items() for name in names.split(
 
 
 def specimen(name: str, kernel: Any, R: int, rows: dict[str, Any], **constants: Any) -> Specimen:
-    limits: dict[str, Any] = {}
-    if constants.get("PREFETCH"):
-        limits |= dict(max_spill_bytes=96, reason="addresses of a row's start beside four sources and their gradients")
     types: dict[str, Any] = TYPES | dict.fromkeys(("sources", "grads"), ("*bf16",) * R)
     if kernel is phase_kernels.first_backward:
         types |= {"beside": ("*bf16",) * R}
@@ -33,7 +30,6 @@ def specimen(name: str, kernel: Any, R: int, rows: dict[str, Any], **constants: 
         rows["num_warps"],
         divisible=whole,
         maxnreg=rows.get("maxnreg"),
-        **limits,
     )
 
 
@@ -48,9 +44,7 @@ def of_blocks(R: int, D: int) -> list[Specimen]:
     if backward is not None:
         every = (1 << R) - 1
         kernel = phase_kernels.first_backward
-        for ahead in (False, True):
-            full = f"first_backward_{name}{'_ahead' if ahead else ''}"
-            found.append(specimen(full, kernel, R, backward.rows, D=D, BESIDE=every, PREFETCH=ahead))
+        found.append(specimen(f"first_backward_{name}", kernel, R, backward.rows, D=D, BESIDE=every))
     return found
 
 

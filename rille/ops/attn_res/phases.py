@@ -21,8 +21,6 @@ from rille.ops.attn_res.mix import WIDEST, interpreting, processors, registers_o
 
 # Most sums over a row that share a reduction across threads.
 SUMS = 8
-# Whether the last pass backward asks for a row of all sites at once, before it takes one after another.
-PREFETCH = False
 # Tile of `weight_sums`: tokens, columns; its programs share the tokens so that about so many run.
 TILE_TOKENS, TILE_COLUMNS, TILE_PROGRAMS = 64, 128, 512
 
@@ -132,7 +130,7 @@ def first_backward(
     added = tuple(grad if x is None else x.contiguous() for x, grad in zip(beside, grads, strict=True))
     launch: Any = phase_kernels.first_backward[(N,)]
     saved = (w, scores, roots, tops, along)
-    flags = dict(D=D, BESIDE=which, PREFETCH=PREFETCH and not interpreting())
+    flags = dict(D=D, BESIDE=which)
     launch(tuple(blocks), tuple(grads), added, d_out, d_tops, *saved, N, Q, eps, **flags, **p.rows)
     # The interpreter's bf16 products are wrong.
     upcast = interpreting() or d_out.dtype != torch.bfloat16
