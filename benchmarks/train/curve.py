@@ -1,7 +1,7 @@
 """Does a model learn with the kernels as it does without them? One curve beside another, and both beside noise.
 
-    python benchmarks/train/curve.py --tokens tokens.npy --out FOLDER [--preset nano] [--experts 32] [--steps 200]
-        [--seconds 75]
+    python benchmarks/train/curve.py --tokens tokens.npy --out FOLDER [--preset nano] [--experts 32] [--layers 8]
+        [--steps 200] [--seconds 75]
 
 Four runs of the same steps on the same text, each as the trainer does it (bf16 weights, fp32 masters, warm-up,
 clipping, balancing): with the kernels, and with every op in its PyTorch form (`plain_forms`); each once from the same
@@ -212,15 +212,21 @@ class Run(NamedTuple):
     backends: dict[str, str]
 
 
+def config_of(name: str, experts: int, layers: int) -> K3Config:
+    """The preset, or its first layers, with as many experts. 0: as the preset has."""
+    config = preset(name)
+    layers = layers or config.num_layers
+    kept = tuple(layer for layer in config.mla_layers if layer < layers)
+    return config.replace(num_experts=experts or config.num_experts, num_layers=layers, mla_layers=kept)
+
+
 def name_of(form: str, rounding: str) -> str:
     return f"{form}, {rounding}" if rounding else form
 
 
 def run(form: str, rounding: str, arguments: argparse.Namespace, clock: Clock) -> Run:
     """One curve, in a process of its own."""
-    config = preset(arguments.preset)
-    if arguments.experts:
-        config = config.replace(num_experts=arguments.experts)
+    config = config_of(arguments.preset, arguments.experts, arguments.layers)
     optim = OptimConfig(rule=arguments.rule, lr=arguments.lr)
     tokens = np.load(arguments.tokens, mmap_mode="r")
     text = batches(tokens, config.vocab_size, arguments.steps, arguments.sequences, arguments.length)
@@ -238,7 +244,8 @@ def measure(arguments: argparse.Namespace, clock: Clock) -> dict[str, Any]:
         waiting = [pool.submit(run, *kind, arguments, clock) for kind in kinds]
         runs = dict(zip(names, (each.result() for each in waiting), strict=True))
     assert "triton" not in runs[FORMS[1]].backends.values(), runs[FORMS[1]].backends
-    settings = {n: getattr(arguments, n) for n in ("preset", "experts", "steps", "sequences", "length", "rule", "lr")}
+    told = ("preset", "experts", "layers", "steps", "sequences", "length", "rule", "lr")
+    settings = {n: getattr(arguments, n) for n in told}
     done = {name: len(each.losses) for name, each in runs.items()}
     curves = to_the_shortest({name: each.losses for name, each in runs.items()})
     finished, found = min(done.values()) == arguments.steps, compared(curves)
@@ -279,6 +286,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--preset", default="nano")
     parser.add_argument("--experts", type=int, default=0, help="instead of the preset's; 0: those")
+    parser.add_argument("--layers", type=int, default=0, help="the first ones of the preset; 0: all")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--sequences", type=int, default=16)
     parser.add_argument("--length", type=int, default=512)

@@ -61,6 +61,12 @@ def test_curves_of_unequal_length_are_compared_as_far_as_all_came() -> None:
     assert curve.compared(short) == {"passed": False}
 
 
+def test_sizes_of_the_preset_may_be_changed() -> None:
+    assert curve.config_of("nano", 0, 0) == preset("nano")
+    config = curve.config_of("nano", 64, 8)
+    assert (config.num_experts, config.num_layers, config.mla_layers) == (64, 8, (3, 7))
+
+
 def test_no_step_begins_after_the_time_limit() -> None:
     config = preset("tiny").replace(num_layers=4, mla_layers=(3,))
     text = curve.batches(np.arange(100) % 40, config.vocab_size, 3, 1, 8)
