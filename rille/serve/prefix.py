@@ -85,11 +85,12 @@ class PrefixCache:
         unit: int = 512,
         retention: Retention | None = None,
         tier: Tier | None = None,
-        remember: int = 1 << 20,
+        remember: int = 1 << 18,
     ) -> None:
         """page_tokens: latents to a page. groups: pages of one state. unit: tokens between the boundaries that can
         match; any number, it need not fit the pages. remember: boundaries that are known after their pages are gone,
-        to tell evicted from cold. Raises ValueError for sizes below 1 and a retention that does not fit the unit."""
+        to tell evicted from cold; some 160 bytes each. Raises ValueError for sizes below 1 and a retention that does
+        not fit the unit."""
         if page_tokens < 1 or groups < 0 or unit < 1:
             raise ValueError(f"prefix cache: page_tokens {page_tokens}, groups {groups}, unit {unit} must be positive")
         self.retention = retention if retention is not None else Retention(interval=max(1, 32_768 // unit) * unit)

@@ -52,7 +52,7 @@ class Store:
     """Entries by hash, over a pool. tier: where evicted ones go. remember: boundaries that are known after their pages
     are gone."""
 
-    def __init__(self, num_pages: int, tier: Tier | None = None, remember: int = 1 << 20) -> None:
+    def __init__(self, num_pages: int, tier: Tier | None = None, remember: int = 1 << 18) -> None:
         self.pool, self.tier = PagePool(num_pages), tier
         self.watcher: Watcher | None = None
         self.num_evictable = 0  # pages
