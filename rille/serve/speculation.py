@@ -7,10 +7,7 @@
 Both leave the distribution of the reply as it was (Leviathan et al., arXiv 2211.17192, the second; the first is the
 case of a q that is one token, with the draw shared, so that a seed gives the same reply with drafts and without).
 
-How many are guessed follows from what was measured: with f the share of sequences for which there is a guess, a the
-share of guesses that come true at a place, B sequences in the batch and t(n) the time of a step of n tokens, k is
-where (1 + f a_1 + f a_1 a_2 + ...) / t(B (k + 1)) is largest, which may be 0: a step that guesses cannot be launched
-ahead, so it must promise a little more than one that does not.
+How many are guessed, and whether any, follows from what came true (`rille.serve.odds`).
 
 Suffixes: K drafts, W vocabulary, D width.
 """
@@ -19,8 +16,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
-from operator import mul
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -40,13 +36,19 @@ class Draft:
     tokens: tuple[int, ...] = ()
     probabilities: Tensor | None = None
 
+    def cut(self, limit: int) -> Draft:
+        """Its first tokens."""
+        q_KW = None if self.probabilities is None else self.probabilities[:limit]
+        return self if len(self.tokens) <= limit else Draft(self.tokens[:limit], q_KW)
+
 
 class Drafter(Protocol):
     """Guesses for the sequences of an engine.
 
     reads_hidden: whether `observe` wants the trunk's final hidden states [n, D] of the rows that were run, from
     position `start` on, with the token that follows each of them. propose: at most `limit` guesses for what follows all
-    that is known of a sequence. forget: it has ended, or begins again.
+    that is known of a sequence; without `reads_hidden` it is asked before every step, whether guesses will run or not,
+    also while the next token is being drawn already. forget: it has ended, or begins again.
     """
 
     reads_hidden: bool
@@ -54,6 +56,16 @@ class Drafter(Protocol):
     def propose(self, sequence: Choice, limit: int) -> Draft: ...
     def observe(self, sequence: Choice, start: int, hidden_ND: Tensor, following: Sequence[int]) -> None: ...
     def forget(self, sequence: Choice) -> None: ...
+
+
+@dataclass(slots=True)
+class _Text:
+    """seen: a number for an n-gram -> where it ended last. done: tokens that were looked at; keys: the n-grams before
+    that place, which `seen` has not."""
+
+    seen: dict[int, int] = field(default_factory=dict)
+    done: int = 0
+    keys: list[int] = field(default_factory=list)
 
 
 class NgramDrafter:
@@ -66,40 +78,48 @@ class NgramDrafter:
         if not 1 <= shortest <= longest:
             raise ValueError(f"n-gram drafter: lengths {shortest} to {longest}; want 1 <= shortest <= longest")
         self.longest, self.shortest = longest, shortest
-        self._factors = [pow(0x9E3779B97F4A7C15, n, 2**64) for n in range(longest, 0, -1)]
-        self._seen: dict[Choice, dict[int, int]] = {}
-        self._done: dict[Choice, int] = {}
+        self._factors = [pow(0x9E3779B97F4A7C15, n, 2**64) for n in range(1, longest + 1)]
+        self._texts: dict[Choice, _Text] = {}
 
     def propose(self, sequence: Choice, limit: int) -> Draft:
         ids = sequence.chain.ids
-        seen = self._seen.setdefault(sequence, {})
-        self._index(seen, ids, self._done.get(sequence, 0))
-        self._done[sequence] = len(ids)
-        for n in range(min(self.longest, len(ids)), self.shortest - 1, -1):
-            at = seen.get(self._key(ids[len(ids) - n :]))
-            if at is not None:
+        text = self._texts.setdefault(sequence, _Text())
+        if text.done != len(ids):
+            self._index(text, ids)
+        for key in reversed(text.keys):
+            if (at := text.seen.get(key)) is not None:
                 return Draft(self._copied(ids, at, limit))
         return Draft()
 
-    def _index(self, seen: dict[int, int], ids: array[int], done: int) -> None:
-        """Note what stands before every place from `done` on, the end excepted; a long prompt all at once."""
-        if len(ids) - done < 64:
-            for end in range(done, len(ids)):
-                for n in range(self.shortest, min(self.longest, end) + 1):
-                    seen[self._key(ids[end - n : end])] = end
-            return
-        first = max(done - self.longest, 0)
+    def _index(self, text: _Text, ids: array[int]) -> None:
+        """Note what stands before every place up to the end, that one excepted; a long prompt all at once."""
+        if text.done and len(ids) - text.done < 64:
+            for end in range(text.done + 1, len(ids) + 1):
+                text.seen.update(dict.fromkeys(text.keys, end - 1))
+                text.keys = self._keys(ids, end)
+        else:
+            self._index_all(text, ids)
+        text.done = len(ids)
+
+    def _index_all(self, text: _Text, ids: array[int]) -> None:
+        first = max(text.done - self.longest, 0)
         numbers = np.frombuffer(ids, dtype=np.int64)[first:-1].astype(np.uint64)
         for n in range(self.shortest, self.longest + 1):
             count = len(numbers) - n + 1
             if count > 0:
                 windows = np.lib.stride_tricks.sliding_window_view(numbers, n)
-                keys = windows @ np.array(self._factors[-n:], dtype=np.uint64)
-                seen.update(zip(keys.tolist(), range(first + n, first + n + count), strict=True))
+                keys = windows @ np.array(self._factors[n - 1 :: -1], dtype=np.uint64)
+                text.seen.update(zip(keys.tolist(), range(first + n, first + n + count), strict=True))
+        text.keys = self._keys(ids, len(ids))
 
-    def _key(self, tokens: Sequence[int]) -> int:
-        """A number for an n-gram; two with one number cost a wrong guess."""
-        return sum(map(mul, tokens, self._factors[-len(tokens) :])) & (2**64 - 1)
+    def _keys(self, ids: array[int], end: int) -> list[int]:
+        """Numbers for the n-grams before a place, the shortest first; two with one number cost a wrong guess."""
+        total, keys = 0, []
+        for n in range(1, min(self.longest, end) + 1):
+            total += ids[end - n] * self._factors[n - 1]
+            if n >= self.shortest:
+                keys.append(total & (2**64 - 1))
+        return keys
 
     def _copied(self, ids: Sequence[int], at: int, limit: int) -> tuple[int, ...]:
         """What stands from `at` on; where that reaches the end it repeats itself."""
@@ -110,8 +130,7 @@ class NgramDrafter:
         pass
 
     def forget(self, sequence: Choice) -> None:
-        self._seen.pop(sequence, None)
-        self._done.pop(sequence, None)
+        self._texts.pop(sequence, None)
 
 
 class MtpDrafter:
@@ -175,77 +194,3 @@ def pick(mass_W: Tensor, u: float) -> int:
     running_W = mass_W.cumsum(-1)
     place = int((running_W <= u * running_W[-1]).sum())
     return min(place, int(mass_W.nonzero()[-1]))
-
-
-class DraftLength:
-    """How many tokens to guess, from what was measured. fixed: always the most."""
-
-    DECAY = 0.95
-    MARGIN = 1.03  # what guessing must promise
-    PROBE_AFTER, PROBE_LATEST = 64, 8_192  # steps without drafts until they are tried again; twice as many each time
-
-    def __init__(self, most: int, *, fixed: bool = False) -> None:
-        self.most, self.fixed = most, fixed
-        self.rates = [0.5] * most  # of drafts that came true at a place, among those whose predecessors did
-        self.found = 1.0  # share of sequences for which there was a guess
-        self._steps_off, self._probe_after = 0, self.PROBE_AFTER
-        self._probes = False
-        # Sums of a weighted least-squares line, seconds over tokens.
-        self._w = self._n = self._t = self._nn = self._nt = 0.0
-
-    def choose(self, batch: int) -> int:
-        """For a step in which so many sequences decode."""
-        if self.fixed:
-            return self.most
-        base, slope = self._line()
-        best, best_gain, expected, alive = 0, self.MARGIN / (base + slope * batch), 1.0, self.found
-        for k in range(1, self.most + 1):
-            alive *= self.rates[k - 1]
-            expected += alive
-            gain = expected / (base + slope * batch * (k + 1))
-            if gain > best_gain:
-                best, best_gain = k, gain
-        self._probes = False
-        if best:
-            self._steps_off, self._probe_after = 0, self.PROBE_AFTER
-            return best
-        self._steps_off += 1
-        if self._steps_off < self._probe_after:
-            return 0
-        self._steps_off, self._probe_after = 0, min(2 * self._probe_after, self.PROBE_LATEST)
-        self._probes = True
-        return 1
-
-    def note_found(self, share: float) -> None:
-        """There was a guess for this share of the sequences that decode."""
-        self.found = 0.9 * self.found + 0.1 * share
-
-    def note(self, drafted: int, accepted: int) -> None:
-        """Of so many guesses of one sequence so many came true. One that did after a long time without is a new
-        beginning."""
-        if self._probes and accepted:
-            self.found, self.rates = max(self.found, 0.5), [max(rate, 0.5) for rate in self.rates]
-        for place in range(min(accepted + 1, drafted)):
-            self.rates[place] = self.DECAY * self.rates[place] + (1 - self.DECAY) * (place < accepted)
-
-    def note_time(self, tokens: int, seconds: float) -> None:
-        """A step that only decodes, of so many tokens, took so long."""
-        self._w, self._n, self._t, self._nn, self._nt = (
-            0.99 * old + new
-            for old, new in (
-                (self._w, 1.0),
-                (self._n, tokens),
-                (self._t, seconds),
-                (self._nn, tokens * tokens),
-                (self._nt, tokens * seconds),
-            )
-        )
-
-    def _line(self) -> tuple[float, float]:
-        """Seconds of a step and of each of its tokens; before anything was measured tokens cost nothing."""
-        if not self._w:
-            return 1.0, 0.0
-        n, t = self._n / self._w, self._t / self._w
-        spread = self._nn / self._w - n * n
-        slope = max(0.0, (self._nt / self._w - n * t) / spread) if spread > 1e-9 else 0.0
-        return max(t - slope * n, 0.02 * t, 1e-9), slope

@@ -5,7 +5,8 @@
 
 A recorded step draws on the device (`rille.serve.graphs`). With `overlap` it is launched and left to run: the next call
 launches the one behind it (`rille.serve.ahead`), then waits for its tokens. Where the next step needs the tokens, or is
-no plain decoding, the call only waits.
+no plain decoding, the call only waits. Guesses need the tokens: while one is drawn it is looked ahead, from what is
+known, whether there will be guesses that are worth the wait (`rille.serve.odds`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from time import perf_counter
 from rille.serve.ahead import follow
 from rille.serve.drawing import count_true, draw_parts, experts_of
 from rille.serve.graphs import Launched
+from rille.serve.odds import Odds
 from rille.serve.paged import Pages
 from rille.serve.reply import Reply
 from rille.serve.runner import Ran, Runner
@@ -25,7 +27,7 @@ from rille.serve.schema import Output
 from rille.serve.sequences import Part
 from rille.serve.sequences import Sequence as Choice
 from rille.serve.settings import EngineConfig
-from rille.serve.speculation import Draft, Drafter, DraftLength
+from rille.serve.speculation import Draft, Drafter
 from rille.serve.totals import Totals
 
 Deliver = Callable[[Choice, Sequence[Output]], None]
@@ -60,9 +62,9 @@ class Stepper:
         self._config, self._pages, self._scheduler, self._runner = config, pages, scheduler, runner
         self._drafter, self._totals, self._deliver, self._end = drafter, totals, deliver, end
         self.replies: dict[Choice, Reply] = {}
-        self.lengths = DraftLength(config.draft_length, fixed=not config.adaptive_drafts)
+        padded = not scheduler.takes_copies
+        self.odds = Odds(config.draft_length, fixed=not config.adaptive_drafts, padded=padded)
         self._drafts: dict[Choice, Draft] = {}
-        self._limit: int | None = None  # of the drafts of the next step, where it is chosen already
         self._flight: Flight | None = None
         self._landed_at = 0.0
 
@@ -71,6 +73,7 @@ class Stepper:
         self.replies.pop(choice)
         self._drafts.pop(choice, None)
         self._runner.forget(choice)
+        self.odds.forget(choice)
         if self._drafter is not None:
             self._drafter.forget(choice)
 
@@ -88,8 +91,8 @@ class Stepper:
             if self._flight is not None and all(part.sequence.is_done for part in self._flight.step.parts):
                 self._flight = None
             return True
-        self._guess()
         began = perf_counter()
+        self._guess()
         step = self._scheduler.step(began)
         for choice in step.expired:
             self._end(choice, [self.replies[choice].end("abort", error="the deadline has passed")])
@@ -112,7 +115,7 @@ class Stepper:
         if seconds is None:
             return
         if all(part.count == 1 for part in step.parts):
-            self.lengths.note_time(step.num_tokens, seconds)
+            self.odds.note_time(len(step.parts), step.num_tokens, seconds)
         self._scheduler.note_rate(step, seconds)
 
     def _guess(self) -> None:
@@ -120,19 +123,27 @@ class Stepper:
         if self._drafter is None:
             return
         decoding = [choice for choice in self._scheduler.running if choice.num_left == 1]
-        limit, self._limit = self._choose_limit(len(decoding)), None
+        drafts = self._look(decoding)
         for choice in decoding:
-            draft = self._drafter.propose(choice, limit) if limit else Draft()
+            draft = drafts.get(choice, Draft())
             self._drafts[choice], choice.drafts = draft, draft.tokens
-        if limit and decoding:
-            self.lengths.note_found(sum(bool(choice.drafts) for choice in decoding) / len(decoding))
 
-    def _choose_limit(self, decoding: int) -> int:
-        """How many tokens to guess for each sequence; asked for twice before a step it is the same."""
-        if self._limit is None:
-            self._limit = self.lengths.choose(decoding) if decoding and self._drafter is not None else 0
-            self._totals.draft_length = self._limit
-        return self._limit
+    def _look(self, decoding: Sequence[Choice]) -> dict[Choice, Draft]:
+        """Guesses for what follows all that is known, where they promise more than they cost."""
+        if self._drafter is None or not decoding:
+            return {}
+        if self._drafter.reads_hidden:
+            limit = self._totals.draft_length = self.odds.choose_dear(decoding)
+            return {choice: self._drafter.propose(choice, limit) for choice in decoding} if limit else {}
+        found = {}
+        for choice in decoding:
+            self.odds.settle(choice)
+            draft = self._drafter.propose(choice, self.odds.most)
+            if draft.tokens:
+                found[choice] = draft
+                self.odds.bet(choice, draft.tokens)
+        limit = self._totals.draft_length = self.odds.choose(len(decoding), found)
+        return {choice: draft.cut(limit) for choice, draft in found.items()} if limit else {}
 
     # --- recorded steps ---
 
@@ -157,13 +168,14 @@ class Stepper:
 
     def _launch_behind(self, flight: Flight) -> Flight | None:
         """Send off the step after one that runs; None where that one has to land first."""
-        if self._choose_limit(len(flight.step.parts)):
-            return None
         began = perf_counter()
+        running = [part.sequence for part in flight.step.parts if not part.sequence.is_done]
+        if self._drafter is not None and (self.odds.fixed or self._look(running)):
+            return None
         step = follow(self._scheduler, flight.step, began)
         if step is None or not self._can_launch(step):
             return None
-        self._limit, flight.settled = None, True
+        flight.settled = True
         alive = [part for part in flight.step.parts if not part.sequence.is_done]
         self._pages.copy([copy for part in alive for copy in self._scheduler.settle(part)])
         return self._launch(step, began)
@@ -234,7 +246,7 @@ class Stepper:
         for part, reply, count, some in zip(step.parts, replies, accepted, outputs, strict=True):
             self._scheduler.landed(part, count)
             if part.drafts:
-                self.lengths.note(len(part.drafts), count)
+                self.odds.note(part.sequence, len(part.drafts), count)
             self._totals.note_part(part, count, some)
             if reply.is_done:
                 self._end(part.sequence, some)

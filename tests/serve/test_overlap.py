@@ -275,7 +275,7 @@ def test_a_seed_and_a_stop_give_the_same_with_drafts(model):
 @pytest.mark.parametrize("spoil", [lambda place: False, lambda place: place % 2 == 0])
 def test_drafts_and_overlap_take_turns(model, spoil):
     served, turns = overlapped(model, drafter=Scripted(model, spoil), draft_length=3), count()
-    served._stepper.lengths.choose = lambda batch: 3 if next(turns) % 9 < 3 else 0
+    served._stepper.odds.choose = lambda rows, found: 3 if next(turns) % 9 < 3 else 0
     prompts = [prompt(n, seed=n) for n in (1, 30, 63, 64, 120)]
     results = served.generate(prompts, SamplingParams(max_tokens=40, temperature=0))
     assert [one.tokens for (one,) in results] == [alone(model, ids, 40) for ids in prompts]

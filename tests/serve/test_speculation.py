@@ -12,7 +12,7 @@ from rille.serve.drawing import by_rejection, count_true
 from rille.serve.sampler import Drawn, Row, probabilities
 from rille.serve.schema import Request, SamplingParams
 from rille.serve.sequences import Sequence
-from rille.serve.speculation import Draft, DraftLength, MtpDrafter, NgramDrafter, accept
+from rille.serve.speculation import Draft, MtpDrafter, NgramDrafter, accept
 from tests.train.small import MODEL
 
 W = 6
@@ -112,50 +112,6 @@ def test_a_long_text_is_indexed_like_a_growing_one():
         )
         at = next(known, None)
         assert guess == (() if at is None else tuple(ids[at + i % (end - at)] for i in range(3)))
-
-
-def test_without_guesses_steps_are_not_held_up():
-    """Where nothing is found nothing is hoped for after a while; a guess that comes true is a new beginning."""
-    lengths = DraftLength(4)
-    tried = 0
-    while lengths.choose(1):
-        lengths.note_found(0.0)
-        tried += 1
-    assert 10 < tried < 50
-    while not lengths.choose(1):
-        pass
-    lengths.note_found(1.0)
-    lengths.note(1, 1)
-    assert lengths.choose(1) >= 1
-
-
-def test_drafts_stop_where_they_do_not_pay():
-    """A step costs 10 and each token of it 1: with one sequence a guess that often comes true pays, with many none."""
-
-    def settled(rate, batch):
-        lengths = DraftLength(4)
-        for tokens in (1, 2, 5, 20, 80):
-            for _ in range(20):
-                lengths.note_time(tokens, 10.0 + tokens)
-        for n in range(400):
-            lengths.note(4, 4 if n * 37 % 100 < rate * 100 else 0)
-        return lengths.choose(batch)
-
-    assert settled(0.9, 1) == 4
-    assert settled(0.9, 200) == 0
-    assert settled(0.02, 1) == 0
-    assert 1 <= settled(0.5, 4) <= 4
-
-
-def test_drafts_are_tried_again_now_and_then():
-    lengths = DraftLength(4)
-    lengths.note_time(1, 1.0)
-    lengths.note_time(100, 100.0)
-    lengths.rates = [0.0] * 4
-    chosen = [lengths.choose(1) for _ in range(10_000)]
-    tried = [step for step, length in enumerate(chosen, 1) if length]
-    assert tried == [64, 192, 448, 960, 1984, 4032, 8128] and max(chosen) == 1
-    assert DraftLength(4, fixed=True).choose(1000) == 4
 
 
 def test_a_drafter_borrows_embedding_and_head():
