@@ -1,13 +1,14 @@
 """Newton-Schulz and Muon's whole step on one GPU: first right, then fast.
 
-    PYTHONPATH=. python3 benchmarks/ops/newton_schulz.py --out FOLDER [--no-step | --only-step]
+    PYTHONPATH=. python3 benchmarks/ops/newton_schulz.py --out FOLDER [--no-step | --only-step | --kernels]
 
 The gate compares both forms in fp16 and bf16 with float64, and the kernels of Muon's step with the reference. Times are
 medians of `triton.testing.do_bench`. For each batch of matrices: both forms in fp16 and bf16, every matrix alone in a
 loop, and TFLOP/s counted by the plain form's FLOPs. Then what surrounds the products, for a layer's experts of `nano`.
 "step" is `Muon.step` over tensors of `nano`'s shapes (from the parameter table), with the peak memory that it needs
-beside weights, gradients and state. The table comes last;
-FOLDER/newton_schulz.json holds the numbers. The bar for the step is 50 ms, the aim 36.
+beside weights, gradients and state. --kernels: instead, the
+backends with kernels of their own beside the library's for each batch in fp16, their single launches, and the step with
+each. The table comes last; FOLDER/newton_schulz.json holds the numbers. The bar for the step is 50 ms, the aim 36.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ import triton
 from torch import Tensor, nn
 
 from rille.model.presets import preset
+from rille.ops import newton_schulz as newton_schulz_module
 from rille.ops.muon import Matrices, launch, muon_step
-from rille.ops.newton_schulz import newton_schulz
+from rille.ops.newton_schulz import COEFFICIENTS, blocks, newton_schulz, obstacle, symmetric
 from rille.optim.adamw import adamw
 from rille.optim.config import OptimConfig
 from rille.optim.groups import Named
@@ -50,7 +52,11 @@ def check_all() -> list[tuple[str, float, float]]:
             for form in ("plain", "gram"):
                 error = distance(newton_schulz(m * 1e-6, eps=1e-20, dtype=dtype, backend=form), expected)
                 rows.append((f"{P} x {Q} {str(dtype)[6:]} {form}", error, limit))
-    rows += check_steps()
+    return rows + check_steps()
+
+
+def said(rows: list[tuple[str, float, float]]) -> list[tuple[str, float, float]]:
+    """The rows, printed where they fail."""
     for what, error, limit in rows:
         if not error <= limit:
             print(f"  FAIL {what:<44} {error:.2e} (at most {limit:.0e})", flush=True)
@@ -62,6 +68,62 @@ def experts(B: int, P: int, Q: int) -> Matrices:
     """A stack with gradient and momentum."""
     sizes = (0.02, 1e-4, 1e-3)
     return Matrices(*(torch.randn(B, P, Q, device="cuda").mul_(size) for size in sizes))
+
+
+def check_kernels() -> list[tuple[str, float, float]]:
+    """Every backend with kernels, against float64 and with itself bit for bit."""
+    rows = []
+    for P, Q in ((256, 448), (448, 256), (128, 512), (512, 896), (512, 512)):
+        torch.manual_seed(P)
+        m = torch.randn(5, P, Q, device="cuda")
+        expected = newton_schulz(m.double(), backend="reference")
+        for dtype, limit in LIMITS.items():
+            for backend in kernel_backends(m.to(dtype)):
+                got, again = (newton_schulz(m * 1e-6, eps=1e-20, dtype=dtype, backend=backend) for _ in range(2))
+                what = f"{P} x {Q} {str(dtype)[6:]} {backend}"
+                rows.append((what, distance(got, expected), limit))
+                rows.append((f"{what}, twice", float((got != again).any()), 0.0))
+    return rows
+
+
+def kernel_backends(x: Tensor) -> list[str]:
+    """Those that can run for X and say something new."""
+    found = [name for name in newton_schulz_module.BACKENDS if " " in name and obstacle(name, x) is None]
+    return [name for name in found if "symmetric" not in name or min(x.shape[1:]) >= newton_schulz_module.SMALLEST]
+
+
+def measure_kernels(B: int, P: int, Q: int) -> dict[str, Any]:
+    """Whole iterations in fp16, and single launches in microseconds, the library's before ours."""
+    m = torch.randn(B, P, Q, device="cuda")
+    x = newton_schulz(m, dtype=torch.float16, steps=1)
+    row: dict[str, Any] = {"work": f"{B} of {P}x{Q}"}
+    for backend in ("plain", "gram", *kernel_backends(x)):
+        row[backend] = median_ms(lambda b=backend: newton_schulz(m, dtype=torch.float16, backend=b), rep=20)
+    square = blocks.square(x) * 0.01
+    a, b, c = COEFFICIENTS
+    row["X X'"] = 1e3 * median_ms(lambda: blocks.square(x), rep=10)
+    row["X X', half"] = 1e3 * median_ms(lambda: symmetric.product(x, x), rep=10)
+    row["bA+cAA"] = 1e3 * median_ms(lambda: torch.baddbmm(square, square, square, beta=b, alpha=c), rep=10)
+    row["bA+cAA, half"] = 1e3 * median_ms(lambda: symmetric.product(square, square, square, c, b, a), rep=10)
+    row["BA"] = 1e3 * median_ms(lambda: square @ square, rep=10)
+    row["BA, half"] = 1e3 * median_ms(lambda: symmetric.product(square, square), rep=10)
+    row["T X"] = 1e3 * median_ms(lambda: square @ x, rep=10)
+    row["T of two steps"] = 1e3 * median_ms(lambda: blocks.transform(square, 2), rep=10)
+    if P in symmetric.CHAINED:
+        row["T, one launch"] = 1e3 * median_ms(lambda: symmetric.chain(square, 2), rep=10)
+    return row
+
+
+def measure_kernel_steps() -> dict[str, float]:
+    """Muon's step over `nano`'s tensors with each."""
+    named, row = nano_parameters(), {}
+    for kernels in ("", "symmetric", "chain"):
+        newton_schulz_module.KERNELS = kernels
+        follow = muon(named, OptimConfig(rule="muon"))
+        follow.step()
+        row[f"muon step, {kernels or 'library'}"] = median_ms(follow.step, rep=250)
+        del follow
+    return row
 
 
 def check_steps() -> list[tuple[str, float, float]]:
@@ -93,7 +155,7 @@ def measure_around() -> dict[str, Any]:
 
 
 def median_ms(call, rep: int = 60) -> float:
-    return float(triton.testing.do_bench(call, warmup=15, rep=rep, return_mode="median"))
+    return float(triton.testing.do_bench(call, warmup=15, rep=rep, return_mode="median"))  # pyright: ignore[reportArgumentType]
 
 
 def measure(B: int, P: int, Q: int) -> dict[str, Any]:
@@ -153,15 +215,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("."))
     parser.add_argument("--no-step", action="store_true")
     parser.add_argument("--only-step", action="store_true")
+    parser.add_argument("--kernels", action="store_true")
     options = parser.parse_args()
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "versions": {name: version(name) for name in ("torch", "triton")},
-        "gate": check_all(),
+        "gate": said(check_kernels() if options.kernels else check_all()),
     }
-    report["rows"] = [measure(*shape) for shape in SHAPES if not options.only_step]
-    report["step"] = {} if options.no_step else measure_around() | measure_step()
+    if options.kernels:
+        report["rows"] = [measure_kernels(*shape) for shape in SHAPES]
+        report["step"] = measure_kernel_steps()
+    else:
+        report["rows"] = [measure(*shape) for shape in SHAPES if not options.only_step]
+        report["step"] = {} if options.no_step else measure_around() | measure_step()
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "newton_schulz.json").write_text(json.dumps(report, indent=1))
     print(f"\n{report['device']}; ms")

@@ -1,10 +1,10 @@
 """Gluon kernels run by Python, for tests: Triton's interpreter knows no Gluon.
 
-`kernels_of(module)` executes a module's source again with a stand-in for the part of Gluon that the kernels without
-matrix products use. Tiles are torch tensors whatever their layout, shared memory starts as NaN, pointers are places in
-the storage of the tensors they came from. A program runs as one thread: what it computes is tested, the order between
-its warps is not. An asynchronous copy arrives when it is waited for, and reads then or (`eager`) when it is asked for;
-in between its target holds NaN.
+`kernels_of(module)` executes a module's source again with a stand-in for the part of Gluon that kernels use whose
+matrix products, if any, are of shared memory and waited for at once. Tiles are torch tensors whatever their layout,
+shared memory starts as NaN, pointers are places in the storage of the tensors they came from. A program runs as one
+thread: what it computes is tested, the order between its warps is not. An asynchronous copy arrives when it is waited
+for, and reads then or (`eager`) when it is asked for; in between its target holds NaN.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ KINDS = {
 class Layout:
     """Any layout: nothing here depends on it."""
 
-    def __init__(self, *_: Any) -> None:
+    def __init__(self, *_: Any, **__: Any) -> None:
         self.layout = self
 
 
@@ -105,6 +105,8 @@ def operator(name: str) -> Any:
 for _name in "add radd sub rsub mul rmul truediv rtruediv mod lt le gt ge and rand floordiv".split():
     setattr(Tile, f"__{_name}__", operator(f"__{_name}__"))
 Tile.__ne__ = operator("__ne__")  # type: ignore[assignment]
+Tile.__eq__ = operator("__eq__")  # type: ignore[assignment]
+Tile.__hash__ = object.__hash__
 
 APART = 2**40
 MEMORY: dict[int, Tensor] = {}
@@ -169,6 +171,9 @@ class Shared:
     def index(self, i: Any) -> Shared:
         return Shared(self.value[int(i)])
 
+    def permute(self, order: Any) -> Shared:
+        return Shared(self.value.permute(order))
+
     def _reinterpret(self, dtype: Any, shape: Any, layout: Any) -> Shared:
         assert list(shape) == self.shape
         return self
@@ -213,6 +218,11 @@ def where(condition: Any, x: Any, y: Any) -> Any:
     return Tile(torch.where(torch.as_tensor(plain(condition)), torch.as_tensor(plain(x)), torch.as_tensor(plain(y))))
 
 
+def warpgroup_mma(left: Shared, right: Shared, sums: Tile, *, use_acc: bool = True, is_async: bool = False) -> Tile:
+    product = left.value.float() @ right.value.float()
+    return Tile(sums.value + product if use_acc else product)
+
+
 def both(function: Any) -> Any:
     return lambda x, y: Tile(function(torch.as_tensor(plain(x)), torch.as_tensor(plain(y))))
 
@@ -240,7 +250,9 @@ def language() -> types.SimpleNamespace:
         minimum=both(torch.minimum), maximum=both(torch.maximum),
         exp=unary(torch.exp), log=unary(torch.log), abs=unary(torch.abs), rsqrt=unary(torch.rsqrt),
     )  # fmt: skip
-    for name in ("BlockedLayout", "SliceLayout", "SwizzledSharedLayout"):
+    for name in (
+        "BlockedLayout", "SliceLayout", "SwizzledSharedLayout", "NVMMASharedLayout", "NVMMADistributedLayout"
+    ):  # fmt: skip
         setattr(gl, name, Layout)
     return gl
 
@@ -257,10 +269,13 @@ def stand_ins() -> dict[str, types.ModuleType]:
         "async_copy", async_copy_global_to_shared=async_copy, wait_group=wait_group,
         commit_group=lambda: MACHINE.groups.append([]),
     )  # fmt: skip
+    hopper: dict[str, Any] = dict(fence_async_shared=lambda: None, warpgroup_mma=warpgroup_mma)
+    hopper |= dict(warpgroup_mma_wait=lambda outstanding, deps: deps[0])
     root, gluon = "triton.experimental", module("gluon", jit=lambda function: function, language=gl)
     return {
         root: module(root, gluon=gluon), f"{root}.gluon": gluon,
         f"{root}.gluon.language.nvidia.ampere": module("ampere", async_copy=copies),
+        f"{root}.gluon.language.nvidia.hopper": module("hopper", **hopper),
     }  # fmt: skip
 
 

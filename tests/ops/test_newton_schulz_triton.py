@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rille.ops.newton_schulz import newton_schulz
+from rille.ops.newton_schulz import COEFFICIENTS, blocks, newton_schulz
+from tests.ops import gluon_on_cpu
 
 symmetric = pytest.importorskip("rille.ops.newton_schulz.symmetric", exc_type=ImportError)
+chain_gluon = pytest.importorskip("rille.ops.newton_schulz.chain_gluon", exc_type=ImportError)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 U = 2**-24
@@ -64,6 +66,39 @@ def test_both_forms(P: int, Q: int, form: str) -> None:
     want = newton_schulz(m.double(), backend="reference")
     assert float((got.double() - want).norm() / want.norm()) < 1e-4  # as in test_newton_schulz
     assert distance(got, newton_schulz(m, backend=form)) < 1e-4
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_chain(tiles: int, steps: int) -> None:
+    """The Gluon kernel run by Python, in fp32, and what it is the same as."""
+    x = draw(2, 128 * tiles, 300, seed=4).cpu()
+    x /= torch.linalg.matrix_norm(x, keepdim=True)
+    a = symmetric.twin(x, x)
+    t = torch.full_like(a, torch.nan)
+    (chain,) = gluon_on_cpu.kernels_of(chain_gluon)
+    gluon_on_cpu.Kernel(chain.transform)[(2,)](a, t, *COEFFICIENTS, STEPS=steps, TILES=tiles, num_warps=8)
+    want = blocks.transform(a.double(), steps)
+    assert float((t.double() - want).norm() / want.norm()) < 1e-6
+    assert float((blocks.transform(a, steps).double() - want).norm() / want.norm()) < 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["plain symmetric", "gram symmetric", "gram chain"])
+@pytest.mark.parametrize(("P", "Q"), [(256, 448), (448, 256), (128, 512), (128, 7168), (512, 128)])
+def test_on_the_card(P: int, Q: int, backend: str, dtype: torch.dtype) -> None:
+    m = draw(3, P, Q, seed=5)
+    want = newton_schulz(m.double(), backend="reference")
+    got = newton_schulz(m, dtype=dtype, backend=backend)
+    limit = {torch.float16: 1e-2, torch.bfloat16: 8e-2}[dtype]  # as in test_newton_schulz
+    assert float((got.double() - want).norm() / want.norm()) < limit
+    assert torch.equal(got, newton_schulz(m, dtype=dtype, backend=backend))
+
+
+def test_refused() -> None:
+    with pytest.raises(ValueError, match="'gram chain' cannot run"):
+        newton_schulz(draw(2, 100, 300), backend="gram chain")
 
 
 def test_nothing_there() -> None:

@@ -10,9 +10,10 @@ from rille.ops.newton_schulz.reference import COEFFICIENTS
 
 __all__ = ["BACKENDS", "COEFFICIENTS", "choose_backend", "newton_schulz", "normalised"]
 
-BACKENDS = ("reference", "plain", "gram", "plain symmetric", "gram symmetric")
+BACKENDS = ("reference", "plain", "gram", "plain symmetric", "gram symmetric", "gram chain")
 HAS_TRITON = find_spec("triton") is not None
-SYMMETRIC = False  # whether matrices on a card take the kernel for symmetric products; not measured yet
+# Which kernels matrices on a card take: "symmetric" or "chain" where they can, else "". Neither is measured yet.
+KERNELS = ""
 SMALLEST = 256  # a side of 128 is one tile: nothing to leave out
 ASPECT = 1.5  # from this ratio of the sides on the Gram form is faster on an H200 (README); squares are slower in it
 _FORMS = {"plain": blocks.plain, "gram": blocks.gram}
@@ -28,8 +29,9 @@ def newton_schulz(
     `COEFFICIENTS` = (a, b, c). The norm is taken in fp32 (float64 for float64), everything else runs in `dtype`: fp32,
     float64, bf16 or fp16, by default m's (the reference: in fp32 or float64). The result has that dtype. A factor on M
     changes nothing while ||M||_F is far above eps; below it the result tends to zero, and of zeros it is zero. No
-    gradient. backend: "reference", "plain" or "gram", or one of the last two with " symmetric" behind it, which
-    computes half of the tiles of symmetric products by a kernel; by default what `choose_backend` says.
+    gradient. backend: "reference", "plain" or "gram"; "plain symmetric" and "gram symmetric" compute half of the tiles
+    of symmetric products by a kernel, "gram chain" all that lies between the long products by one launch; by default
+    what `choose_backend` says.
 
     Source: Jordan 2024, Moonlight section 2.1. Raises ValueError for m that is not [B, P, Q] of a float dtype, for
     steps < 1, an unknown dtype or backend, and a backend that cannot run.
@@ -61,34 +63,43 @@ def normalised(x: Tensor, steps: int = 5) -> Tensor:
 def choose_backend(m: Tensor) -> tuple[str, str]:
     """The form for matrices of this shape and, in words, why."""
     short, long = sorted(m.shape[1:])
-    more = " symmetric" if SYMMETRIC and short >= SMALLEST and m.is_cuda and HAS_TRITON else ""
-    if long >= ASPECT * short:
-        return f"gram{more}", f"the sides {short} and {long} differ by {ASPECT:g} times or more"
-    return f"plain{more}", f"the sides {short} and {long} differ by less than {ASPECT:g} times"
+    form, words = ("gram", "or more") if long >= ASPECT * short else ("plain", "at most")
+    reason = f"the sides {short} and {long} differ by {ASPECT:g} times {words}"
+    if KERNELS and (KERNELS != "symmetric" or short >= SMALLEST) and obstacle(f"{form} {KERNELS}", m) is None:
+        return f"{form} {KERNELS}", reason
+    return form, reason
 
 
-def _run(backend: str, x_BPQ: Tensor, steps: int) -> Tensor:
-    form, _, symmetric = backend.partition(" ")
-    if not symmetric:
-        return _FORMS[form](x_BPQ, steps)
-    reason = _obstacle(x_BPQ)
-    if reason is not None:
-        raise ValueError(f"newton_schulz: backend {backend!r} cannot run: {reason}")
-    from rille.ops.newton_schulz import symmetric as products
-
-    return (products.gram if form == "gram" else products.plain)(x_BPQ, steps)
-
-
-def _obstacle(x_BPQ: Tensor) -> str | None:
-    """Why the kernel for symmetric products cannot run, or None."""
+def obstacle(backend: str, x_BPQ: Tensor) -> str | None:
+    """Why a backend with kernels cannot run for X of this shape, dtype and device, or None."""
     if not HAS_TRITON:
         return "triton is not installed"
     from rille.ops.launching import INTERPRET
+    from rille.ops.newton_schulz.symmetric import CHAINED
 
-    if not x_BPQ.is_cuda and not INTERPRET:
+    chain = backend.endswith("chain")
+    if not x_BPQ.is_cuda and (chain or not INTERPRET):
         return f"the tensors are on {x_BPQ.device.type}"
-    wanted = (torch.float16, torch.bfloat16, torch.float32) if x_BPQ.is_cuda else (torch.float32,)
-    return None if x_BPQ.dtype in wanted else f"the kernel takes {' or '.join(map(str, wanted))}, not {x_BPQ.dtype}"
+    wanted = [torch.float16, torch.bfloat16] if chain else [torch.float16, torch.bfloat16, torch.float32]
+    wanted = wanted if x_BPQ.is_cuda else [torch.float32]
+    if x_BPQ.dtype not in wanted:
+        return f"the kernel takes {' or '.join(map(str, wanted))}, not {x_BPQ.dtype}"
+    if backend == "plain chain" or (chain and min(x_BPQ.shape[1:]) not in CHAINED):
+        return f"it is the Gram form of matrices whose shorter side is {' or '.join(map(str, CHAINED))}"
+    return None
+
+
+def _run(backend: str, x_BPQ: Tensor, steps: int) -> Tensor:
+    form, _, kernels = backend.partition(" ")
+    if not kernels:
+        return _FORMS[form](x_BPQ, steps)
+    reason = obstacle(backend, x_BPQ)
+    if reason is not None:
+        raise ValueError(f"newton_schulz: backend {backend!r} cannot run: {reason}")
+    from rille.ops.newton_schulz import symmetric
+
+    made = {"plain symmetric": symmetric.plain, "gram symmetric": symmetric.gram, "gram chain": symmetric.chained}
+    return made[backend](x_BPQ, steps)
 
 
 def _scaled(m_BPQ: Tensor, eps: float, dtype: torch.dtype) -> Tensor:

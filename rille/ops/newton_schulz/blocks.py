@@ -29,7 +29,7 @@ def plain(x_BPQ: Tensor, steps: int) -> Tensor:
     a, b, c = COEFFICIENTS
     tall = x_BPQ.shape[1] > x_BPQ.shape[2]
     for _ in range(steps):
-        a_BPP = _square(x_BPQ)
+        a_BPP = square(x_BPQ)
         b_BPP = torch.baddbmm(a_BPP, a_BPP, a_BPP, beta=b, alpha=c)
         x_BPQ = torch.baddbmm(x_BPQ, *((x_BPQ, b_BPP) if tall else (b_BPP, x_BPQ)), beta=a)
     return x_BPQ
@@ -39,17 +39,17 @@ def gram(x_BPQ: Tensor, steps: int) -> Tensor:
     """x scaled to a spectral norm of at most 1."""
     run, tall = RUN[x_BPQ.dtype], x_BPQ.shape[1] > x_BPQ.shape[2]
     for done in range(0, steps, run):
-        t_BPP = _transform(_square(x_BPQ), min(run, steps - done))
+        t_BPP = transform(square(x_BPQ), min(run, steps - done))
         x_BPQ = x_BPQ @ t_BPP if tall else t_BPP @ x_BPQ
     return x_BPQ
 
 
-def _square(x_BPQ: Tensor) -> Tensor:
+def square(x_BPQ: Tensor) -> Tensor:
     """A, of the shorter side."""
     return x_BPQ.mT @ x_BPQ if x_BPQ.shape[1] > x_BPQ.shape[2] else x_BPQ @ x_BPQ.mT
 
 
-def _transform(a_BPP: Tensor, steps: int) -> Tensor:
+def transform(a_BPP: Tensor, steps: int) -> Tensor:
     """T with X_steps = T X, from A = X X^T."""
     a, b, c = COEFFICIENTS
     t_BPP = None

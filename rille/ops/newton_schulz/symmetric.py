@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from rille.ops.launching import INTERPRET, launch
-from rille.ops.newton_schulz import symmetric_kernels
+from rille.ops.newton_schulz import blocks, chain_gluon, symmetric_kernels
 from rille.ops.newton_schulz.blocks import RUN
 from rille.ops.newton_schulz.reference import COEFFICIENTS
 
 BLOCK, DEPTH = 128, 64
+CHAINED = (128, 256)
 OPTIONS = {"num_warps": 8, "num_stages": 3, "maxnreg": 128}  # 96 KB and half of the registers: two programs a processor
 
 
@@ -79,6 +80,25 @@ def gram(x_BPQ: Tensor, steps: int) -> Tensor:
         t_BPP = _transform(product(x_BPQ, x_BPQ, tall=tall), min(run, steps - done))
         x_BPQ = x_BPQ @ t_BPP if tall else t_BPP @ x_BPQ
     return x_BPQ
+
+
+def chained(x_BPQ: Tensor, steps: int) -> Tensor:
+    """As `blocks.gram`, for shorter sides of `CHAINED` and 16 bits: what lies between the products with X is one launch
+    (`chain_gluon.py`)."""
+    run, tall = RUN[x_BPQ.dtype], x_BPQ.shape[1] > x_BPQ.shape[2]
+    for done in range(0, steps, run):
+        t_BPP = chain(blocks.square(x_BPQ), min(run, steps - done))
+        x_BPQ = x_BPQ @ t_BPP if tall else t_BPP @ x_BPQ
+    return x_BPQ
+
+
+def chain(a_BPP: Tensor, steps: int) -> Tensor:
+    """As `blocks.transform`, of 1 or 2 steps."""
+    t_BPP = torch.empty_like(a_BPP)
+    if len(a_BPP):
+        options = {"STEPS": steps, "TILES": a_BPP.shape[1] // 128, "num_warps": 8}
+        launch(chain_gluon.transform, len(a_BPP), (a_BPP, t_BPP, *COEFFICIENTS), **options)
+    return t_BPP
 
 
 def _transform(a_BPP: Tensor, steps: int) -> Tensor:
