@@ -91,6 +91,10 @@ def run_first_half(names: list[str], options: Options, scratch: Path, seconds: f
     return [failure for failure in failures if failure.startswith(("gate", "beside", "errors"))]
 
 
+def compiled_kernels() -> int:
+    return len(list(Path(os.environ["TRITON_CACHE_DIR"]).glob("*/*.cubin")))
+
+
 def run_second_half(names: list[str], options: Options, scratch: Path, limit: float) -> None:
     for name in names:
         _, seconds = second_half()[name]
@@ -98,12 +102,14 @@ def run_second_half(names: list[str], options: Options, scratch: Path, limit: fl
         if left < 10:
             print(f"         {name}: no time left", flush=True)
             continue
-        child = Child(name, options, scratch)
+        child, before = Child(name, options, scratch), compiled_kernels()
         try:
             child.process.wait(min(seconds, left))
         except subprocess.TimeoutExpired:
             child.stop()
         child.finish(options)
+        if late := compiled_kernels() - before:
+            print(f"         {late} kernels were compiled only there: most of its time", flush=True)
 
 
 def print_tables(rows: list[dict[str, Any]], errors: list[dict[str, Any]]) -> None:
@@ -128,14 +134,14 @@ def read(path: Path) -> str:
 
 def run_all(options: Options, seconds: float, only: str, studies: bool) -> list[str]:
     started, scratch = time.time(), Path(tempfile.mkdtemp())
-    for name in ("rows.jsonl", "log.txt", "errors.json"):
+    for name in ("rows.jsonl", "log.txt", "errors.jsonl"):
         (options.folder / name).unlink(missing_ok=True)
     os.environ.setdefault("TRITON_CACHE_DIR", str(scratch / "compiled"))
     failures = run_first_half(chosen(first_half(options.with_fla), only, studies), options, scratch, 0.45 * seconds)
     print(f"{time.time() - started:5.0f} s  first half", flush=True)
     run_second_half(chosen(second_half(), only, studies), options, scratch, started + seconds)
     rows = [json.loads(line) for line in read(options.folder / "rows.jsonl").splitlines()]
-    errors = json.loads(read(options.folder / "errors.json") or "[]")
+    errors = [json.loads(line) for line in read(options.folder / "errors.jsonl").splitlines()]
     report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d %H:%M")}
     report["versions"] = {name: version(name) for name in ("torch", "triton")}
     report["fla"] = version("fla-core") if options.with_fla else None

@@ -16,8 +16,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from rille.ops.kda import Gate, PooledState, chunk_backward, kda
-from rille.ops.kda.backward import Inputs
-from rille.ops.kda.forward import INTERPRET, forward
+from rille.ops.kda.backward import Inputs, backward, prepare, states
+from rille.ops.kda.forward import INTERPRET, forward, intra
 from rille.ops.kda.function import kda_backward_op
 from rille.packing import Packing
 
@@ -269,8 +269,35 @@ def test_ops_hold_the_rules_of_torch_library() -> None:
     made = forward(*tokens, gate, case.packing, state)
     indices = (chunks.spans, case.packing.starts, case.packing.longest_first, chunks.first)
     inputs = Inputs._make([*tokens, A_log, dt_bias, -5.0, *indices, state])
-    arguments = (*inputs, made.t_MHCC, made.a_MHCC, case.do, case.dfinal, [])
+    arguments = (*inputs, made.t_DMHCC, made.a_MHCC, case.do, case.dfinal, [])
     torch.library.opcheck(kda_backward_op, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_low_bits_of_t_where_keys_repeat() -> None:
+    """L is full of ones, and what rounding takes from T is felt in every row. With the low bits dk is closer, by a
+    third where products round their operands, and by a fifth where they cut them, as Triton's interpreter does."""
+    case = draw((192,))
+    q, k, v, z, b, *others = case.leaves
+    tokens = [x.bfloat16() for x in (q, k[:1] + 0.05 * k, v, torch.full_like(z, -12.0), torch.full_like(b, 9.0))]
+    case = replace(case, leaves=[*tokens, *others], do=case.do.bfloat16())
+    q, k, v, z, b, A_log, dt_bias, state = case.leaves
+    chunks = case.packing.chunks(64)
+    indices = (chunks.spans, case.packing.starts, case.packing.longest_first, chunks.first)
+    made = [intra(q, k, z, b, A_log, dt_bias, -5.0, chunks.spans, digits=digits) for digits in (1, 2)]
+    high, low = made[1].t_DMHCC
+    assert torch.equal(made[0].t_DMHCC[0], high) and torch.equal(low, low.tril(-1))
+    assert low.any() and bool((low.abs() <= 2.0**-7 * high.abs()).all())
+    exact = case.gradients("reference", torch.float64)
+    inputs = Inputs(q, k, v, z, b, A_log, dt_bias, -5.0, *indices, state)
+    coarse, fine = (backward(inputs, x.t_DMHCC, x.a_MHCC, case.do, case.dfinal) for x in made)
+    assert distance(fine.k_NHK, exact[1]) <= 0.85 * distance(coarse.k_NHK, exact[1])
+    assert distance(fine.q_NHK, exact[0]) <= distance(coarse.q_NHK, exact[0])
+    inputs = inputs._replace(initial_SHVK=None)
+    u_HCV = states(inputs, prepare(inputs), made[1].t_DMHCC)[0][0].double()
+    expected_HCV = (high[0].double() + low[0].double()) @ v[:64].double().transpose(0, 1)
+    torch.testing.assert_close(u_HCV, expected_HCV, atol=1e-4, rtol=2.0**-7)
+    for x, y in zip(fine, case.gradients("triton"), strict=True):
+        assert x is not None and torch.equal(x.to(y.dtype), y), "a call that wants gradients keeps both digits"
 
 
 def test_shut_gate_with_operands_of_bf16() -> None:

@@ -327,9 +327,9 @@ def test_ops_hold_the_rules_of_torch_library() -> None:
     indices = (packing.chunks(64).spans, packing.starts, packing.longest_first, packing.chunks(64).first)
     tokens = (*inputs, gate.A_log, gate.dt_bias, gate.lower_bound, *indices, states(packing, inputs))
     op = torch.ops.rille.kda_forward.default
-    made = op(*tokens, tables_of_cut)
+    made = op(*tokens, tables_of_cut, 2)
     rules = ("test_schema", "test_faketensor")
-    torch.library.opcheck(op, (*tokens, tables_of_cut), test_utils=rules)
+    torch.library.opcheck(op, (*tokens, tables_of_cut, 2), test_utils=rules)
     grads = (torch.ones_like(made[0]), torch.ones_like(made[1]))
     arguments = (*tokens, made[2], made[3], *grads, [*made[4:], *tables_of_cut])
     torch.library.opcheck(kda_backward_op, arguments, test_utils=rules)

@@ -158,15 +158,16 @@ def test_saved_tensors_and_operands_from_a_given_t() -> None:
     inputs, gate = draw(lengths)
     packing = Packing.of(lengths, device=DEVICE)
     saved = forward(*inputs, gate, packing)
-    assert saved.t_MHCC.shape == saved.a_MHCC.shape == (2, 2, 64, 64)
-    for x in (saved.t_MHCC, saved.a_MHCC):
+    assert saved.t_DMHCC.shape == (1, 2, 2, 64, 64) and saved.a_MHCC.shape == (2, 2, 64, 64)
+    [t_MHCC] = saved.t_DMHCC
+    for x in (t_MHCC, saved.a_MHCC):
         assert torch.equal(x, x.tril())
     assert not saved.a_MHCC[1, :, 6:].any() and not saved.a_MHCC[1, :, :, 6:].any()
-    assert torch.equal(saved.t_MHCC[1, :, 6:, 6:].float(), torch.eye(58, device=DEVICE).expand(2, 58, 58))
-    assert not saved.t_MHCC[1, :, 6:, :6].any()
-    assert bool((saved.t_MHCC.diagonal(dim1=2, dim2=3) == 1).all()), "a token's own write is exact, whatever its type"
+    assert torch.equal(t_MHCC[1, :, 6:, 6:].float(), torch.eye(58, device=DEVICE).expand(2, 58, 58))
+    assert not t_MHCC[1, :, 6:, :6].any()
+    assert bool((t_MHCC.diagonal(dim1=2, dim2=3) == 1).all()), "a token's own write is exact, whatever its type"
     arguments = (*inputs[:2], *inputs[3:], gate.A_log, gate.dt_bias, gate.lower_bound, packing.chunks(64).spans)
-    first, again = intra(*arguments), intra(*arguments, saved.t_MHCC)
+    first, again = intra(*arguments), intra(*arguments, saved.t_DMHCC)
     for x, y in zip(first[2:], again[2:], strict=True):
         torch.testing.assert_close(x, y, atol=0, rtol=1e-2)
 
@@ -253,16 +254,16 @@ def test_ring_equals_its_twin(block: tuple[int, int, int], monkeypatch: pytest.M
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("K", [64, 128])
-@pytest.mark.parametrize("solved", [False, True])
-def test_first_kernel_equals_its_twin(K: int, solved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("solved", "digits"), [(False, 1), (False, 2), (True, 1)])
+def test_first_kernel_equals_its_twin(K: int, solved: bool, digits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, gate = draw(PACKED, K=K, V=128)
     arguments = (*inputs[:2], *inputs[3:], gate.A_log, gate.dt_bias, gate.lower_bound)
     spans = Packing.of(PACKED, device=DEVICE).chunks(64).spans
-    t_MHCC = intra(*arguments, spans).t_MHCC if solved else None
+    t_DMHCC = intra(*arguments, spans).t_DMHCC if solved else None
     outputs = []
     for tiled in (True, False):
         monkeypatch.setattr(kernels, "TILED", tiled)
-        outputs.append(tuple(intra(*arguments, spans, t_MHCC)))
+        outputs.append(tuple(intra(*arguments, spans, t_DMHCC, digits)))
     assert_twins_agree(outputs)
 
 

@@ -86,12 +86,20 @@ def gate_conv() -> list[str]:
     return [f"gate: conv {what} is off by {error:.2e}" for what, error, limit in rows if not error <= limit]
 
 
-def beside_fla(options: Options) -> list[str]:
+def beside_fla(work: backward.Work, options: Options) -> list[str]:
     """Errors of both on the same inputs: one setting of each of fla's kernels is enough for that."""
     take_settings(lambda turn, found: not found)
-    rows, failures = backward.check_beside_fla(backward.BESIDE_FLA, options.with_fla)
-    (options.folder / "errors.json").write_text(json.dumps(rows))
+    rows, failures = backward.check_beside_fla(work, options.with_fla)
+    with (options.folder / "errors.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
     return failures
+
+
+def compile_fla_errors() -> list[str]:
+    """What the jobs of errors call second, compiled while they compile ours."""
+    take_settings(lambda turn, found: not found)
+    backward.draw(backward.BESIDE_FLA[0], stateful=True).fla()
+    return []
 
 
 def case_of(part: str, work: str) -> Any:
@@ -132,7 +140,9 @@ def compile_stages() -> list[str]:
 
 
 def compile_softplus() -> list[str]:
-    backward.draw(backward.SOFTPLUS).ours()
+    case = backward.draw(backward.SOFTPLUS)
+    case.ours()
+    backward.measure_stages(case, variants=False)
     return []
 
 
@@ -281,7 +291,9 @@ def first_half(with_fla: bool) -> dict[str, Job]:
     jobs |= {f"gate decode {name}": lambda _, c=check: gate_decode(c) for name, check in checks.items()}
     jobs |= {"gate segments": lambda _: gate_segments(), "gate forward": lambda _: gate_forward()}
     jobs |= {f"ours {group}": lambda _, g=group: compile_ours(g) for group in GROUPS}
-    jobs |= {"errors": beside_fla, "ours softplus": lambda _: compile_softplus()}
+    jobs |= {"errors fla": lambda _: compile_fla_errors()} if with_fla else {}
+    jobs |= {f"errors {work.name}": partial(beside_fla, work) for work in backward.BESIDE_FLA}
+    jobs |= {"ours softplus": lambda _: compile_softplus()}
     jobs |= {"gate conv": lambda _: gate_conv(), "decode kernels": lambda _: compile_decode()}
     jobs |= {"study kernels stages": lambda _: compile_stages()}
     return jobs | {f"study kernels {name}": lambda _, n=name: compile_segments(n) for name in SPLIT_WORKS}
@@ -293,6 +305,5 @@ def second_half() -> dict[str, tuple[Job, int]]:
     for group, seconds in (("H96", 110), ("H64", 40), ("H16", 110), ("H12", 70)):
         jobs[f"time {group}"] = partial(time_group, group), seconds
         if group == "H64":
-            jobs |= {"time decode": (time_decode, 50), "time conv": (time_conv, 25)}
-    jobs |= {"time kernels": (time_kernels, 30)}
+            jobs |= {"time decode": (time_decode, 50), "time conv": (time_conv, 25), "time kernels": (time_kernels, 60)}
     return jobs | {"study stages": (time_stages, 40), "study segments": (time_segments, 60)}

@@ -1,6 +1,6 @@
 """KDA backward on a GPU: four kernels and two sums, in the order of `chunk_backward.py`.
 
-Saved by the forward pass: the op's inputs, T and A. Made again here, because they are larger and cheap:
+Saved by the forward pass: the op's inputs, T in two digits, A. Made again here, because they are larger and cheap:
 
     prepare   q 2^G, k 2^G, beta k 2^(Gc-G), sums of the decay, norms
     states    S before each chunk, U                       first chunk to last
@@ -83,7 +83,7 @@ class Cut(NamedTuple):
 
 def backward(
     inputs: Inputs,
-    t_MHCC: Tensor,
+    t_DMHCC: Tensor,
     a_MHCC: Tensor,
     do_NHV: Tensor,
     dfinal_SHVK: Tensor | None,
@@ -101,9 +101,9 @@ def backward(
     prepared = prepare(inputs)
     walked = inputs
     if cut is not None:
-        walked, dfinal_SHVK = segments_as_sequences(inputs, prepared, t_MHCC, a_MHCC, do_NHV, dfinal_SHVK, cut)
-    u_MHCV, states_MHVK = states(walked, prepared, t_MHCC)
-    dv_NHV, dstates_MHVK, dinitial_SHVK = reverse(walked, prepared, t_MHCC, a_MHCC, do_NHV, dfinal_SHVK)
+        walked, dfinal_SHVK = segments_as_sequences(inputs, prepared, t_DMHCC, a_MHCC, do_NHV, dfinal_SHVK, cut)
+    u_MHCV, states_MHVK = states(walked, prepared, t_DMHCC)
+    dv_NHV, dstates_MHVK, dinitial_SHVK = reverse(walked, prepared, t_DMHCC, a_MHCC, do_NHV, dfinal_SHVK)
     if cut is not None and dinitial_SHVK is not None:
         wanted = inputs.initial_SHVK is not None
         dinitial_SHVK = dinitial_SHVK.index_select(0, cut.segments.head_S) if wanted else None
@@ -116,7 +116,7 @@ def backward(
 def segments_as_sequences(
     inputs: Inputs,
     prepared: Prepared,
-    t_MHCC: Tensor,
+    t_DMHCC: Tensor,
     a_MHCC: Tensor,
     do_NHV: Tensor,
     dfinal_SHVK: Tensor | None,
@@ -124,7 +124,7 @@ def segments_as_sequences(
 ) -> tuple[Inputs, Tensor]:
     """Inputs of the two passes, in which each segment is a sequence with its own initial state, and the gradients of
     the states after segments."""
-    operands = (t_MHCC, a_MHCC, prepared.q_start_MHCK, prepared.k_start_MHCK, prepared.k_end_MHCK)
+    operands = (t_DMHCC, a_MHCC, prepared.q_start_MHCK, prepared.k_start_MHCK, prepared.k_end_MHCK)
     gradients = (prepared.decay_MHK, cut.segments, cut.transitions_PHKK, dfinal_SHVK)
     dafter_GHVK = border_gradients(operands, do_NHV, *gradients)
     indices = dict(starts=cut.segments.starts_G1, order_S=cut.segments.order_G, first_S=cut.segments.first_G)
@@ -157,29 +157,29 @@ def prepare(inputs: Inputs) -> Prepared:
     return prepared
 
 
-def states(inputs: Inputs, prepared: Prepared, t_MHCC: Tensor) -> tuple[Tensor, Tensor]:
+def states(inputs: Inputs, prepared: Prepared, t_DMHCC: Tensor) -> tuple[Tensor, Tensor]:
     """U [M, H, C, V] and the state before each chunk [M, H, V, K]."""
     v_NHV, initial_SHVK = inputs.v_NHV, inputs.initial_SHVK
-    (_, H, V), (M, _, K), dtype = v_NHV.shape, prepared.decay_MHK.shape, t_MHCC.dtype
+    (_, H, V), (M, _, K), dtype = v_NHV.shape, prepared.decay_MHK.shape, t_DMHCC.dtype
     u_MHCV, states_MHVK = (v_NHV.new_empty(M, H, *size, dtype=dtype) for size in ((CHUNK, V), (V, K)))
     block, num_warps, stages = value_block(V, inputs.first_S.shape[0] * H, multiprocessors(v_NHV.device))
-    tiles = [rows_of(x, CHUNK) for x in (t_MHCC, prepared.k_start_MHCK, prepared.k_end_MHCK)]
+    tiles = [rows_of(x, CHUNK) for x in (t_DMHCC, prepared.k_start_MHCK, prepared.k_end_MHCK)]
     arguments = (
         *tiles, identity(v_NHV.device, dtype),
         v_NHV, prepared.decay_MHK, rows_of(u_MHCV, CHUNK, block), rows_of(states_MHVK, block),
         inputs.starts, inputs.order_S, inputs.first_S,
-        initial_SHVK.contiguous() if initial_SHVK is not None else None, v_NHV.stride(0),
+        initial_SHVK.contiguous() if initial_SHVK is not None else None, v_NHV.stride(0), M * H,
     )  # fmt: skip
-    shape = dict(H=H, K=K, V=V, BV=block, **types(dtype), STAGES=stages, num_warps=num_warps)
+    shape = dict(H=H, K=K, V=V, BV=block, **types(dtype), DIGITS=t_DMHCC.shape[0], STAGES=stages, num_warps=num_warps)
     launch(states_kernel, inputs.first_S.shape[0] * H * (V // block), arguments, **shape)
     return u_MHCV, states_MHVK
 
 
 def reverse(
-    inputs: Inputs, prepared: Prepared, t_MHCC: Tensor, a_MHCC: Tensor, do_NHV: Tensor, dfinal_SHVK: Tensor | None
+    inputs: Inputs, prepared: Prepared, t_DMHCC: Tensor, a_MHCC: Tensor, do_NHV: Tensor, dfinal_SHVK: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """dv, the gradient of the state after each chunk [M, H, V, K], and that of the initial states if there are any."""
-    (N, H, V), (M, _, K), dtype = do_NHV.shape, prepared.decay_MHK.shape, t_MHCC.dtype
+    (N, H, V), (M, _, K), dtype = do_NHV.shape, prepared.decay_MHK.shape, t_DMHCC.dtype
     S = inputs.first_S.shape[0]
     dv_NHV = inputs.v_NHV.new_empty(N, H, V)
     dstates_MHVK = do_NHV.new_empty(M, H, V, K, dtype=dtype)
@@ -187,7 +187,7 @@ def reverse(
     if inputs.initial_SHVK is not None:
         dinitial_SHVK = do_NHV.new_empty(S, H, V, K, dtype=torch.float32)
     block, num_warps, _ = value_block(V, S * H, multiprocessors(do_NHV.device))
-    tiles = [rows_of(x, CHUNK) for x in (t_MHCC, a_MHCC, *prepared[:3])]
+    tiles = [rows_of(x, CHUNK) for x in (t_DMHCC, a_MHCC, *prepared[:3])]
     arguments = (
         *tiles, do_NHV, prepared.decay_MHK, dv_NHV, rows_of(dstates_MHVK, block),
         inputs.starts, inputs.order_S, inputs.first_S,

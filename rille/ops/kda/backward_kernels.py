@@ -4,7 +4,7 @@ is the same algebra in PyTorch; `backward_local.py` has the kernel that follows.
     prepare   one program a chunk and head: Q = q 2^G, -k 2^G, E = b k 2^(Gc-G), 2^Gc, and norms of q and k
     states    one program a sequence, head and block of value channels, first chunk to last: S before each chunk, U
 
-                  r = v^T - S (k 2^G)^T          u = r T^T          S <- S 2^Gc + u E
+                  r = v^T - S (k 2^G)^T          u = r (T + Tlow)^T          S <- S 2^Gc + u E
 
     reverse   the same programs, last chunk to first: dV, the gradient D of the state after each chunk and of the first
 
@@ -163,7 +163,7 @@ def prepare_kernel(
 
 @triton.jit
 def states_kernel(
-    t_desc,  # [M * H * C, C]
+    t_desc,  # [DIGITS * M * H * C, C]
     k_start_desc,  # [M * H * C, K]: -k 2^G
     k_end_desc,  # [M * H * C, K]: b k 2^(Gc-G)
     identity_ptr,  # [C, C]
@@ -176,12 +176,14 @@ def states_kernel(
     first_ptr,  # int64 [S]: first chunk of each sequence
     initial_ptr,  # [S, H, V, K] or None
     v_stride,
+    tiles,  # M * H: from a tile of T to its low bits
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BV: tl.constexpr,
     OPERAND: tl.constexpr,
     INTERPRET: tl.constexpr,
+    DIGITS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     C: tl.constexpr = 64
@@ -217,15 +219,20 @@ def states_kernel(
         states_desc.store([tile * V + block, 0], stored)
         r = tl.dot(tl.trans(operand(v, OPERAND, INTERPRET)), identity)
         r = tl.dot(operand(stored, OPERAND, INTERPRET), tl.trans(k_start), r)
-        u = tl.dot(operand(r, OPERAND, INTERPRET), tl.trans(t)).to(OPERAND)
+        r = operand(r, OPERAND, INTERPRET)
+        if DIGITS == 2:
+            low = operand(t_desc.load([(tiles + tile) * C, 0]), OPERAND, INTERPRET)
+            u = tl.dot(r, tl.trans(t), tl.dot(r, tl.trans(low))).to(OPERAND)
+        else:
+            u = tl.dot(r, tl.trans(t)).to(OPERAND)
         state = tl.dot(operand(u, OPERAND, INTERPRET), k_end, state * decay[None, :])
         u_desc.store([tile * C, block], tl.trans(u))
 
 
 @triton.jit
 def reverse_kernel(
-    t_desc,  # [M * H * C, C], as is a
-    a_desc,
+    t_desc,  # [DIGITS * M * H * C, C], of which this reads the first digit
+    a_desc,  # [M * H * C, C]
     q_desc,  # [M * H * C, K]: q 2^G
     k_start_desc,  # [M * H * C, K]: -k 2^G
     k_end_desc,  # [M * H * C, K]: b k 2^(Gc-G)

@@ -17,7 +17,7 @@ POINTERS = {
     "dinitial_ptr",
     "*i32": "spans_ptr starts_ptr order_ptr",
     "*i64": "first_ptr",
-    "i32": "q_stride k_stride v_stride z_stride o_stride do_stride b_stride",
+    "i32": "q_stride k_stride v_stride z_stride o_stride do_stride b_stride tiles",
     "fp32": "lower_bound scale",
 }
 TYPES = {name: kind for kind, names in POINTERS.items() for name in names.split()}
@@ -42,6 +42,7 @@ def prepare(name: str, bounded: bool = True) -> Specimen:
 
 def a_pass(name: str, kernel: Any, BV: int, stages: int = 2, absent: str = "") -> Specimen:
     shape = dict(H=96, K=128, V=128, BV=BV, OPERAND=tl.bfloat16, INTERPRET=False, STAGES=stages)
+    shape |= dict(DIGITS=2) if kernel is states_kernel else {}
     return specimen(name, kernel, shape | dict.fromkeys(absent.split()), BV // 16, want_wgmma=True)
 
 

@@ -2,11 +2,12 @@
 
 What the backward pass reads besides the op's inputs is T and A of the chunks m of `packing.chunks(64)`:
 
-    T [M, H, 64, 64] bf16   (I + L)^-1             A [M, H, 64, 64] bf16   scores times beta, diagonal included
+    T [D, M, H, 64, 64] bf16   (I + L)^-1          A [M, H, 64, 64] bf16   scores times beta, diagonal included
 
 both lower triangular, zeros above the diagonal and in the rows and columns of a tail that hold no token, but for T's
-diagonal of ones. -W, q 2^G, beta k 2^(Gc-G) and 2^Gc live only from one kernel to the next; `intra` makes them again
-from a given T, without the solve.
+diagonal of ones. Where gradients are wanted T has two digits, D = 2: the second is what rounding took from the first,
+and only the backward pass reads it. -W, q 2^G, beta k 2^(Gc-G) and 2^Gc live only from one kernel to the next; `intra`
+makes them again from a given T, without the solve.
 
 Suffixes: N packed tokens, S sequences, M chunks, H heads, C = 64 rows of a chunk, K key channels, V value channels.
 """
@@ -39,7 +40,7 @@ KEY_WIDTHS, VALUE_WIDTHS = (64, 128), (64, 128, 256)
 class Forward(NamedTuple):
     o_NHV: Tensor
     final_SHVK: Tensor | None
-    t_MHCC: Tensor
+    t_DMHCC: Tensor  # as in `Intra`; D = 2 where gradients are wanted
     a_MHCC: Tensor
 
 
@@ -82,10 +83,10 @@ def forward(
     segments = list(segments_of(packing, H, multiprocessors(q_NHK.device), K, V, gradients) or ())
     if isinstance(state, PooledState):
         run = forward_in_pool if plain(*tensors) else forward_in_pool_op
-        o_NHV, t_MHCC, a_MHCC = run(*inputs, state.pool, state.slots, state.checkpoints, segments)
-        return Forward(o_NHV, None, t_MHCC, a_MHCC)
+        o_NHV, t_DMHCC, a_MHCC = run(*inputs, state.pool, state.slots, state.checkpoints, segments)
+        return Forward(o_NHV, None, t_DMHCC, a_MHCC)
     run = forward_from_states if plain(*tensors, state) else through or forward_op
-    return Forward(*run(*inputs, state, segments)[:4])
+    return Forward(*run(*inputs, state, segments, 2 if gradients else 1)[:4])
 
 
 def plain(*tensors: Tensor | None) -> bool:
@@ -115,30 +116,31 @@ def forward_from_states(
     first_S: Tensor,
     initial_SHVK: Tensor | None,
     segments: list[Tensor],
+    digits: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """o, final states, T, A. segments: fields of `Segments`, or none; then `border_states` of them, else empty."""
-    chunks = intra(q_NHK, k_NHK, z_NHK, b_NH, A_log, dt_bias, lower_bound, spans_M2)
+    """o, final states, T, A. segments: fields of `Segments`, or none; then `border_states` of them, else empty.
+    digits: of T, 1, or 2 for a backward pass."""
+    chunks = intra(q_NHK, k_NHK, z_NHK, b_NH, A_log, dt_bias, lower_bound, spans_M2, digits=digits)
     (_, H, V), K, S = v_NHV.shape, q_NHK.shape[2], first_S.shape[0]
     final_SHVK = v_NHV.new_empty(S, H, V, K, dtype=torch.float32)
     o_NHV, *borders = recurrence(segments, chunks, v_NHV, starts, order_S, first_S, initial_SHVK, final_SHVK)
-    return o_NHV, final_SHVK, chunks.t_MHCC, chunks.a_MHCC, borders[0], borders[1]
+    return o_NHV, final_SHVK, chunks.t_DMHCC, chunks.a_MHCC, borders[0], borders[1]
 
 
 forward_op = torch.library.custom_op("rille::kda_forward", mutates_args=())(forward_from_states)
 
 
 @forward_op.register_fake
-def _(
-    q_NHK, k_NHK, v_NHV, z_NHK, b_NH, A_log, dt_bias, lower_bound, spans_M2, starts, order_S, first_S, initial, segments
-):
+def _(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, A_log, dt_bias, lower_bound, spans_M2, starts, order_S, first_S, *rest):
+    _, segments, digits = rest
     (_, H, V), K, S = v_NHV.shape, q_NHK.shape[2], first_S.shape[0]
-    o_NHV, t_MHCC, a_MHCC = fake_outputs(q_NHK, v_NHV, spans_M2)
+    o_NHV, t_DMHCC, a_MHCC = fake_outputs(q_NHK, v_NHV, spans_M2, digits)
     borders = [(0,), (0,)]
     if segments:
         cut = Segments(*segments)
         borders = [(cut.first_G.shape[0], H, V, K), (cut.products_P2.shape[0], H, K, K)]
     states = [v_NHV.new_empty(size, dtype=torch.float32) for size in ((S, H, V, K), *borders)]
-    return o_NHV, states[0], t_MHCC, a_MHCC, states[1], states[2]
+    return o_NHV, states[0], t_DMHCC, a_MHCC, states[1], states[2]
 
 
 def forward_in_pool(
@@ -162,7 +164,7 @@ def forward_in_pool(
     """o, T, A; the states of the sequences and of the checkpoints in the pool."""
     chunks = intra(q_NHK, k_NHK, z_NHK, b_NH, A_log, dt_bias, lower_bound, spans_M2)
     o_NHV, *_ = recurrence(segments, chunks, v_NHV, starts, order_S, first_S, pool, pool, slots_S, checkpoints_M)
-    return o_NHV, chunks.t_MHCC, chunks.a_MHCC
+    return o_NHV, chunks.t_DMHCC, chunks.a_MHCC
 
 
 forward_in_pool_op = torch.library.custom_op("rille::kda_forward_in_pool", mutates_args=("pool",))(forward_in_pool)
@@ -173,10 +175,10 @@ def _(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, A_log, dt_bias, lower_bound, spans_M2, *
     return fake_outputs(q_NHK, v_NHV, spans_M2)
 
 
-def fake_outputs(q_NHK: Tensor, v_NHV: Tensor, spans_M2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def fake_outputs(q_NHK: Tensor, v_NHV: Tensor, spans_M2: Tensor, digits: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     M, H = spans_M2.shape[0], q_NHK.shape[1]
-    square = q_NHK.new_empty(M, H, CHUNK, CHUNK, dtype=operand_type(q_NHK))
-    return v_NHV.new_empty(v_NHV.shape), square, torch.empty_like(square)
+    t_DMHCC = q_NHK.new_empty(digits, M, H, CHUNK, CHUNK, dtype=operand_type(q_NHK))
+    return v_NHV.new_empty(v_NHV.shape), t_DMHCC, torch.empty_like(t_DMHCC[0])
 
 
 def intra(
@@ -188,17 +190,18 @@ def intra(
     dt_bias: Tensor,
     lower_bound: float | None,
     spans_M2: Tensor,
-    t_MHCC: Tensor | None = None,
+    t_DMHCC: Tensor | None = None,
+    digits: int = 1,
 ) -> Intra:
-    """The first kernel. With a given T its solve is left out and A comes back empty: what a backward pass needs."""
+    """The first kernel. With a given T its solve is left out and A comes back empty; only T's first digit is read."""
     (_, H, K), M = q_NHK.shape, spans_M2.shape[0]
-    dtype, solved = operand_type(q_NHK), t_MHCC is not None
+    dtype, solved = operand_type(q_NHK), t_DMHCC is not None
     w_MHCK, q_MHCK, k_MHCK = (q_NHK.new_empty(M, H, CHUNK, K, dtype=dtype) for _ in range(3))
-    if t_MHCC is None:
-        t_MHCC = q_NHK.new_empty(M, H, CHUNK, CHUNK, dtype=dtype)
+    if t_DMHCC is None:
+        t_DMHCC = q_NHK.new_empty(digits, M, H, CHUNK, CHUNK, dtype=dtype)
     a_MHCC = q_NHK.new_empty(0 if solved else M, H, CHUNK, CHUNK, dtype=dtype)
     decay_MHK = q_NHK.new_empty(M, H, K, dtype=torch.float32)
-    made = Intra(t_MHCC, a_MHCC, w_MHCK, q_MHCK, k_MHCK, decay_MHK)
+    made = Intra(t_DMHCC, a_MHCC, w_MHCK, q_MHCK, k_MHCK, decay_MHK)
     if M * H:
         heads = [packed_heads(x) for x in (q_NHK, k_NHK, z_NHK)]
         others = (packed_heads(b_NH), A_log, dt_bias.contiguous(), spans_M2)
@@ -218,18 +221,19 @@ def launch_tiles(heads: list[Tensor], others: tuple, made: Intra, lower_bound: f
     from rille.ops.kda.intra_gluon import intra_tile_kernel
 
     (_, H, K), M = heads[0].shape, made.decay_MHK.shape[0]
-    squares = (made.t_MHCC, made.t_MHCC if solved else made.a_MHCC, made.minus_w_MHCK)
+    squares = (made.t_DMHCC, made.t_DMHCC if solved else made.a_MHCC, made.minus_w_MHCK)
     tiles = (*(heads_of(x, CHUNK, K) for x in heads), *(tiles_of(x, CHUNK) for x in squares))
     numbers = (others[0].stride(0), lower_bound, K**-0.5)
-    shape = dict(H=H, K=K, SOLVED=solved, num_warps=K // 16, maxnreg=TILE_REGISTERS)
+    shape = dict(H=H, K=K, SOLVED=solved, DIGITS=made.t_DMHCC.shape[0], num_warps=K // 16, maxnreg=TILE_REGISTERS)
     launch(intra_tile_kernel, M * H, (*tiles, *others, *made[3:], *numbers), **shape)
 
 
 def launch_intra(heads: list[Tensor], others: tuple, made: Intra, lower_bound: float | None, solved: bool) -> None:
-    (_, H, K), M, dtype = heads[0].shape, made.decay_MHK.shape[0], made.t_MHCC.dtype
+    (_, H, K), M, dtype = heads[0].shape, made.decay_MHK.shape[0], made.t_DMHCC.dtype
     strides = [x.stride(0) for x in (*heads, others[0])]
     inputs = (*heads, *others, anchors(heads[0].device, dtype))
-    shape = dict(H=H, K=K, BOUNDED=lower_bound is not None, **types(dtype), SOLVED=solved, num_warps=4)
+    shape = dict(H=H, K=K, BOUNDED=lower_bound is not None, **types(dtype), SOLVED=solved)
+    shape |= dict(DIGITS=made.t_DMHCC.shape[0], num_warps=4)
     launch(intra_kernel, M * H, (*inputs, *made, *strides, lower_bound or 0.0, K**-0.5), **shape)
 
 
@@ -320,7 +324,7 @@ def value_block(V: int, programs: int, multiprocessors: int) -> Split:
 def launch_twin(
     chunks: Intra, v_NHV: Tensor, o_NHV: Tensor, indices: tuple[Any, ...], programs: int, split: Split
 ) -> None:
-    (_, H, V), K, dtype = v_NHV.shape, chunks.decay_MHK.shape[2], chunks.t_MHCC.dtype
+    (_, H, V), K, dtype = v_NHV.shape, chunks.decay_MHK.shape[2], chunks.t_DMHCC.dtype
     tiles = [rows_of(x, CHUNK) for x in chunks[:5]]
     # storing states takes the shared memory of a stage
     stages = split.stages if indices[6] is None else 2

@@ -3,7 +3,7 @@
 Importing this module registers both with autograd; `kda` then differentiates by itself, also under torch.compile, which
 sees two opaque ops with known result shapes.
 
-What lives between them: the inputs, and T, A [M, H, 64, 64], a quarter of a tensor [N, H, 128] each in bf16.
+What lives between them: the inputs, T in two digits and A, [M, H, 64, 64] each, half of a tensor [N, H, 128] in bf16.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def kda_backward(
     order_S: Tensor,
     first_S: Tensor,
     initial_SHVK: Tensor | None,
-    t_MHCC: Tensor,
+    t_DMHCC: Tensor,
     a_MHCC: Tensor,
     do_NHV: Tensor,
     dfinal_SHVK: Tensor | None,
@@ -44,7 +44,7 @@ def kda_backward(
     transitions at the borders of segments, and the fields of `Segments`; or none."""
     tokens, gate = (q_NHK, k_NHK, v_NHV, z_NHK, b_NH), (A_log, dt_bias_HK, lower_bound)
     inputs = Inputs(*tokens, *gate, spans_M2, starts, order_S, first_S, initial_SHVK)
-    found = backward(inputs, t_MHCC, a_MHCC, do_NHV, dfinal_SHVK, cut_of(cut))
+    found = backward(inputs, t_DMHCC, a_MHCC, do_NHV, dfinal_SHVK, cut_of(cut))
     return [x for x in found if x is not None]
 
 
@@ -65,12 +65,12 @@ def _(*inputs):
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     tensors, ctx.lower_bound = [*inputs[:7], *inputs[8:13]], inputs[7]
-    _, _, t_MHCC, a_MHCC, *borders = output
-    ctx.mark_non_differentiable(t_MHCC, a_MHCC, *borders)
+    _, _, t_DMHCC, a_MHCC, *borders = output
+    ctx.mark_non_differentiable(t_DMHCC, a_MHCC, *borders)
     ctx.set_materialize_grads(False)
     ctx.tables = len(inputs[13])
     cut = (*borders, *inputs[13]) if inputs[13] else ()
-    ctx.save_for_backward(*tensors, t_MHCC, a_MHCC, *cut)
+    ctx.save_for_backward(*tensors, t_DMHCC, a_MHCC, *cut)
 
 
 def gradients(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -83,7 +83,7 @@ def gradients(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     found = run(*inputs[:7], ctx.lower_bound, *inputs[7:], *squares, do_NHV, dfinal_SHVK, cut)
     parameters = [g.to(x.dtype) for g, x in zip(found[5:7], inputs[5:7], strict=True)]
     dinitial_SHVK = found[7].to(inputs[-1].dtype) if inputs[-1] is not None else None
-    return (*found[:5], *parameters, None, None, None, None, None, dinitial_SHVK, [None] * ctx.tables)
+    return (*found[:5], *parameters, None, None, None, None, None, dinitial_SHVK, [None] * ctx.tables, None)
 
 
 torch.library.register_autograd("rille::kda_forward", gradients, setup_context=setup_context)
@@ -100,7 +100,7 @@ class Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return *gradients(ctx, *grads)[:-1], None
+        return *gradients(ctx, *grads)[:-2], None, None
 
 
 def differentiable(

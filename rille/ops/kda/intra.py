@@ -5,8 +5,8 @@ normalised:
 
     A = tril( [q 2^G] [k 2^-G]^T ) b     L = strict_tril( [k 2^G] [k 2^-G]^T ) b     T = (I + L)^-1     W = T (k 2^G)
 
-It stores T, A, and the operands of the state pass: -W, q 2^G, b k 2^(Gc-G), 2^Gc. `chunk.py` is the same algebra in
-PyTorch.
+It stores T (where gradients are wanted, what rounding took from it too), A, and the operands of the state pass: -W,
+q 2^G, b k 2^(Gc-G), 2^Gc. `chunk.py` is the same algebra in PyTorch.
 
 2^-G overflows, so factors are anchored. Rows come in tiles of 16, two tiles make a half. x = G - G at the border
 between the two tiles of the row's own half, so |x| <= 16 * 5 / ln 2 = 115.4 for a bound of -5, and a product of q 2^x
@@ -229,7 +229,7 @@ def intra_kernel(
     dt_bias_ptr,  # fp32 [H, K]
     spans_ptr,  # int32 [M, 2]: first token and number of tokens of each chunk
     anchors_ptr,  # [C, C]
-    t_ptr,  # [M, H, C, C]
+    t_ptr,  # [DIGITS, M, H, C, C]
     a_ptr,  # [M, H, C, C]
     w_ptr,  # [M, H, C, K]: -W; None leaves out this one and the three that follow
     q_out_ptr,  # [M, H, C, K]: q 2^G
@@ -246,7 +246,8 @@ def intra_kernel(
     BOUNDED: tl.constexpr,
     OPERAND: tl.constexpr,
     INTERPRET: tl.constexpr,
-    SOLVED: tl.constexpr,  # T is given: read it, and leave A alone
+    SOLVED: tl.constexpr,  # T is given: read its first digit, and leave A alone
+    DIGITS: tl.constexpr,  # 2: what the rounding of T took off is stored too
 ):
     C: tl.constexpr = 64
     program = tl.program_id(0)
@@ -326,8 +327,12 @@ def intra_kernel(
         a = tl.where(row[:, None] >= row[None, :], pick(a_tiles, a_half, a_off, BOUNDED), 0.0)
         tl.store(a_ptr + at_C, (a * beta[None, :]).to(OPERAND))
         lower = tl.where(row[:, None] > row[None, :], pick(l_tiles, l_half, l_off, BOUNDED), 0.0)
-        t = inverse_of_unit_lower(lower * beta[None, :], INTERPRET).to(OPERAND)
+        exact = inverse_of_unit_lower(lower * beta[None, :], INTERPRET)
+        t = exact.to(OPERAND)
         tl.store(t_ptr + at_C, t)
+        if DIGITS == 2:
+            at_low = t_ptr + tl.num_programs(0).to(tl.int64) * (C * C) + at_C
+            tl.store(at_low, (exact - t.to(tl.float32)).to(OPERAND))
     if w_ptr is not None:
         w = tl.dot(operand(t, OPERAND, INTERPRET), k_start)
         tl.store(w_ptr + at_K, (-w).to(OPERAND))

@@ -179,8 +179,8 @@ def intra_tile_kernel(
     q_desc,  # [N, H * K], as k and z
     k_desc,
     z_desc,
-    t_desc,  # [M * H * C, C], as is a; w: [M * H * C, K]
-    a_desc,
+    t_desc,  # [DIGITS * M * H * C, C]
+    a_desc,  # [M * H * C, C]; w: [M * H * C, K]
     w_desc,
     b_ptr,  # these and the rest as in `intra_kernel`
     A_log_ptr,
@@ -195,6 +195,7 @@ def intra_tile_kernel(
     H: gl.constexpr,
     K: gl.constexpr,
     SOLVED: gl.constexpr,
+    DIGITS: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     R: gl.constexpr = 16 // PARTS
@@ -339,7 +340,8 @@ def intra_tile_kernel(
         tma.async_copy_shared_to_global(a_desc, [program * 64, 0], a_s)
         invert(l_s, kw_s, qw_s, num_warps)
         gl.thread_barrier()
-        t = gl.where(i >= j, l_s.load(SQUARE), 0.0).to(BF16)
+        exact = gl.where(i >= j, l_s.load(SQUARE), 0.0)
+        t = exact.to(BF16)
         t_s = k_s._reinterpret(BF16, [64, 64], t_desc.layout)
         t_s.store(t)
         parts_s = qw_s._reinterpret(BF16, [64, 64], t_desc.layout)
@@ -348,10 +350,15 @@ def intra_tile_kernel(
     gl.thread_barrier()
     if not SOLVED:
         tma.async_copy_shared_to_global(t_desc, [program * 64, 0], t_s)
+        if DIGITS == 2:
+            low_s = z_s._reinterpret(BF16, [64, 64], t_desc.layout)  # L's place or k down's: both have been read
+            low_s.store((exact - t.to(gl.float32)).to(BF16))
     w = warpgroup_mma(parts_s, start_s, gl.zeros([64, K], gl.float32, OUT), use_acc=False, is_async=True)
     w = warpgroup_mma_wait(0, deps=(w,))
     kw_s.store((-w).to(BF16))
     fence_async_shared()
     gl.thread_barrier()
     tma.async_copy_shared_to_global(w_desc, [program * 64, 0], kw_s)
+    if DIGITS == 2 and not SOLVED:
+        tma.async_copy_shared_to_global(t_desc, [(gl.num_programs(0) + program) * 64, 0], low_s)
     tma.store_wait(0)

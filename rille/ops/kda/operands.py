@@ -18,7 +18,7 @@ from rille.ops.launching import INTERPRET
 class Intra(NamedTuple):
     """What chunks hand to the recurrence; rows of a tail without a token are zero."""
 
-    t_MHCC: Tensor
+    t_DMHCC: Tensor  # T; with D = 2, then what its rounding to the type of operands took off
     a_MHCC: Tensor
     minus_w_MHCK: Tensor
     q_start_MHCK: Tensor  # q 2^G, normalised and scaled

@@ -43,10 +43,10 @@ def run_segments(
     states_GHVK: Tensor,
 ) -> Tensor:
     """Launch `segment_kernel`: fills rows of the states, returns the transitions fp32 [P, H, K, K]."""
-    (_, H, V), K, dtype = v_NHV.shape, chunks.decay_MHK.shape[2], chunks.t_MHCC.dtype
+    (_, H, V), K, dtype = v_NHV.shape, chunks.decay_MHK.shape[2], chunks.t_DMHCC.dtype
     v_NHV, initial = packed_heads(v_NHV), packed_states(initial)
     transitions_PHKK = v_NHV.new_empty(products_P2.shape[0], H, K, K, dtype=torch.float32)
-    tiles = [rows_of(x, CHUNK) for x in (chunks.t_MHCC, chunks.minus_w_MHCK, chunks.k_end_MHCK)]
+    tiles = [rows_of(x, CHUNK) for x in (chunks.t_DMHCC, chunks.minus_w_MHCK, chunks.k_end_MHCK)]
     tables, states = (jobs_J6, products_P2), (initial, slots_S, states_GHVK, transitions_PHKK)
     local_programs = jobs_J6.shape[0] * H * (V // ROWS)
     numbers = (local_programs, v_NHV.stride(0), initial.stride(0) if initial is not None else 0)

@@ -39,17 +39,19 @@ def specimen(name: str, kernel: Any, constexprs: dict[str, Any], num_warps: int,
     return Specimen(name, kernel, signature, constexprs, num_warps, divisible=WHOLE, **limits)
 
 
-def intra(name: str, K: int = 128, bounded: bool = True, solved: bool = False, **limits: Any) -> Specimen:
-    constexprs = dict(H=96, K=K, BOUNDED=bounded, OPERAND=tl.bfloat16, INTERPRET=False, SOLVED=solved)
+def intra(
+    name: str, K: int = 128, bounded: bool = True, solved: bool = False, digits: int = 1, **limits: Any
+) -> Specimen:
+    constexprs = dict(H=96, K=K, BOUNDED=bounded, OPERAND=tl.bfloat16, INTERPRET=False, SOLVED=solved, DIGITS=digits)
     return specimen(f"kda_intra_{name}", intra_kernel, constexprs, 4, want_wgmma=True, **limits)
 
 
-def tiles(name: str, K: int = 128, solved: bool = False) -> Specimen:
+def tiles(name: str, K: int = 128, solved: bool = False, digits: int = 1) -> Specimen:
     """The first kernel in Gluon, with the options of a launch."""
     blocks = {name: [64, K] for name in ("q_desc", "k_desc", "z_desc", "w_desc")}
     blocks |= {"t_desc": [64, 64], "a_desc": [64, 64]}
     types = TYPES | {name: ring_descriptor(block, "bf16") for name, block in blocks.items()}
-    constexprs = dict(H=96, K=K, SOLVED=solved, num_warps=K // 16)
+    constexprs = dict(H=96, K=K, SOLVED=solved, DIGITS=digits, num_warps=K // 16)
     kernel: Any = intra_tile_kernel
     signature = {name: types[name] for name in kernel.arg_names if name not in constexprs}
     limits: dict[str, Any] = dict(want_wgmma=True, maxnreg=TILE_REGISTERS)
@@ -91,10 +93,13 @@ SPECIMENS = [
     intra("k64", K=64, **SPILL),
     intra("solved", solved=True, **SPILL),
     intra("softplus", bounded=False, **SPILL),
+    intra("gradients", digits=2, **SPILL),
     tiles("k128"),
     tiles("k64", K=64),
     tiles("solved", solved=True),
     tiles("k64_solved", K=64, solved=True),
+    tiles("gradients", digits=2),
+    tiles("k64_gradients", K=64, digits=2),
     state_pass("v128", 128, absent="initial_ptr slots_ptr saved_ptr saved_slots_ptr"),
     state_pass("v64", 64, absent="slots_ptr saved_ptr saved_slots_ptr"),
     state_pass("pool", 128),
