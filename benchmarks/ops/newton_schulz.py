@@ -71,18 +71,16 @@ def experts(B: int, P: int, Q: int) -> Matrices:
 
 
 def check_kernels() -> list[tuple[str, float, float]]:
-    """Every backend with kernels, against float64 and with itself bit for bit."""
+    """Every backend with kernels in fp16, against float64 and with itself bit for bit."""
     rows = []
-    for P, Q in ((256, 448), (448, 256), (128, 512), (512, 896), (512, 512)):
+    for P, Q in ((256, 448), (448, 256), (128, 512), (512, 896)):
         torch.manual_seed(P)
-        m = torch.randn(5, P, Q, device="cuda")
+        m = torch.randn(300, P, Q, device="cuda")  # more than a wave of programs
         expected = newton_schulz(m.double(), backend="reference")
-        for dtype, limit in LIMITS.items():
-            for backend in kernel_backends(m.to(dtype)):
-                got, again = (newton_schulz(m * 1e-6, eps=1e-20, dtype=dtype, backend=backend) for _ in range(2))
-                what = f"{P} x {Q} {str(dtype)[6:]} {backend}"
-                rows.append((what, distance(got, expected), limit))
-                rows.append((f"{what}, twice", float((got != again).any()), 0.0))
+        for backend in kernel_backends(m.half()):
+            got, again = (newton_schulz(m * 1e-6, eps=1e-20, dtype=torch.float16, backend=backend) for _ in range(2))
+            rows.append((f"{P} x {Q} {backend}", distance(got, expected), LIMITS[torch.float16]))
+            rows.append((f"{P} x {Q} {backend}, twice", float((got != again).any()), 0.0))
     return rows
 
 
@@ -102,11 +100,12 @@ def measure_kernels(B: int, P: int, Q: int) -> dict[str, Any]:
     square = blocks.square(x) * 0.01
     a, b, c = COEFFICIENTS
     row["X X'"] = 1e3 * median_ms(lambda: blocks.square(x), rep=10)
-    row["X X', half"] = 1e3 * median_ms(lambda: symmetric.product(x, x), rep=10)
     row["bA+cAA"] = 1e3 * median_ms(lambda: torch.baddbmm(square, square, square, beta=b, alpha=c), rep=10)
-    row["bA+cAA, half"] = 1e3 * median_ms(lambda: symmetric.product(square, square, square, c, b, a), rep=10)
     row["BA"] = 1e3 * median_ms(lambda: square @ square, rep=10)
-    row["BA, half"] = 1e3 * median_ms(lambda: symmetric.product(square, square), rep=10)
+    if P >= newton_schulz_module.SMALLEST:
+        row["X X', half"] = 1e3 * median_ms(lambda: symmetric.product(x, x), rep=10)
+        row["bA+cAA, half"] = 1e3 * median_ms(lambda: symmetric.product(square, square, square, c, b, a), rep=10)
+        row["BA, half"] = 1e3 * median_ms(lambda: symmetric.product(square, square), rep=10)
     row["T X"] = 1e3 * median_ms(lambda: square @ x, rep=10)
     row["T of two steps"] = 1e3 * median_ms(lambda: blocks.transform(square, 2), rep=10)
     if P in symmetric.CHAINED:
