@@ -2,19 +2,23 @@
 
     PYTHONPATH=. python3 benchmarks/ops/attn_res_quick.py --out FOLDER [--only ours,fast]
 
-A mixture of nine sources beside fast-attnres, single launches of the kernels, and all sites of two models beside plain
-residuals with the same norms. Medians in ms: of CUDA graphs, and with "events" of single calls from Python, the cache
-emptied before each. Every part has a process, so that one that fails spoils no other; FOLDER/attn_res_quick.json.
+A mixture of nine sources, single launches of the kernels, the kernel with a ring beside the other after a gate
+("ring"), sites of few rows ("few"), ours and fast-attnres in one process ("fast", the peer with few of its settings),
+and all sites of two models beside plain residuals with the same norms. Medians in ms: of CUDA graphs, and with
+"events" of single calls from Python, the cache emptied before each. Every part has a process, so that one that fails
+spoils no other; FOLDER/attn_res_quick.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,7 @@ import torch
 import triton
 from attn_res import (
     BF16,
+    EPS,
     FORMS,
     GATE,
     SHAPES,
@@ -29,6 +34,7 @@ from attn_res import (
     check_case,
     check_handed,
     copy_speed,
+    distance,
     draw,
     launches,
     median_ms,
@@ -37,30 +43,123 @@ from attn_res import (
     timed,
     with_gradient,
 )
+from torch import Tensor
+from triton.runtime.autotuner import Autotuner
 
-PARTS = ("ours", "fast", "nano", "2048", "narrow", "gate")
+from rille.ops.attn_res import mix
+
+WAYS = ("f", "fb")
+SETTINGS = ((1, 8), (1, 16), (2, 16))  # sources at a time, warps
+PARTS = ("ours", "ring", "few", "fast", "nano", "2048", "narrow", "gate")
 
 
 def calls_of(part: str) -> dict[str, Callable[[], Any]]:
     if part in ("nano", "2048"):
         sizes = STACKS[part == "2048"]
         return {f"{part} {name}": stack(*sizes, form) for name, form in FORMS.items()}
+    if part == "narrow":
+        return launches(5, 131072, 512, True) | launches(3, 131072, 512, True)
+    if part == "few":
+        return few_rows()
+    if part == "ring":
+        return rings()
     case = draw(*SHAPES[0], BF16, True)
+    found = both_ways("ours R9 D7168", case.mix, [*case.sources, case.query] if part == "fast" else case.leaves(False))
     if part == "fast":
-        call, leaves = peers(case, ["fast"]).get("fast"), [*case.sources, case.query]
-        if call is None:
-            raise SystemExit("attnres (the package fast-attnres) is not installed")
-    else:
-        call, leaves = case.mix, case.leaves(False)
-    step = with_gradient(call, leaves)
+        fewer_settings()
+        call = peers(case, ["fast"])["fast"]
+        print(f"fast and ours apart {distance(call(), case.mix()):.1e}", file=sys.stderr, flush=True)
+        return found | both_ways("fast R9 D7168", call, [*case.sources, case.query])
+    return found | launches(*SHAPES[0], False) | launches(*SHAPES[0], True)
 
+
+def without_gradient(call: Callable[[], Any]) -> Callable[[], Any]:
     def forward() -> Any:
         with torch.no_grad():
             return call()
 
-    found = {f"{part} R9 D7168 f": forward, f"{part} R9 D7168 fb": step}
-    if part == "ours":
-        found |= launches(*SHAPES[0], False) | launches(*SHAPES[0], True)
+    return forward
+
+
+def both_ways(name: str, call: Callable[[], Tensor], leaves: list[Tensor]) -> dict[str, Callable[[], Any]]:
+    return {f"{name} f": without_gradient(call), f"{name} fb": with_gradient(call, leaves)}
+
+
+def fewer_settings() -> None:
+    """The peer tries 48 settings each way, for minutes. Left are six with which sources so wide may fit registers: one
+    of them at a time with 8 or 16 warps, two with 16, its loop over sources unrolled or not."""
+    if find_spec("attnres") is None:
+        raise SystemExit("attnres (the package fast-attnres) is not installed")
+    kernels = vars(importlib.import_module("attnres._kernels.fla_full_sources"))
+    for kernel in kernels.values():
+        if isinstance(kernel, Autotuner):
+            six = [c for c in kernel.configs if c.num_stages == 2 and (c.kwargs.get("BL"), c.num_warps) in SETTINGS]
+            chosen = six or kernel.configs[::4]
+            print(f"fast: {len(chosen)} of {len(kernel.configs)} settings", file=sys.stderr, flush=True)
+            kernel.configs = chosen
+
+
+def few_rows() -> dict[str, Callable[[], Any]]:
+    """A site of a decoding step, as it is and with programs of several rows."""
+    found: dict[str, Callable[[], Any]] = {}
+    for N in (1, 64, 512, 2048):
+        case = draw(5, N, 512, BF16, True)
+        call = without_gradient(case.site)
+        found |= {f"site R5 D512 {N} rows": call, f"site R5 D512 {N} rows, before": with_value("FEW_ELEMENTS", 0, call)}
+    wide = draw(9, 64, 7168, BF16, True)
+    call = without_gradient(wide.site)
+    return found | {"site R9 D7168 64 rows": call, "the same, before": with_value("FEW_ELEMENTS", 0, call)}
+
+
+def with_value(name: str, value: Any, call: Callable[[], Any]) -> Callable[[], Any]:
+    """A call with another constant of `mix`."""
+
+    def other() -> Any:
+        before = getattr(mix, name)
+        setattr(mix, name, value)
+        try:
+            return call()
+        finally:
+            setattr(mix, name, before)
+
+    return other
+
+
+# R sources, N tokens, D width, site: more rows than programs and not a multiple, other widths, few sources.
+RINGS = [
+    (9, 1191, 7168, False),
+    (9, 1191, 7168, True),
+    (5, 700, 8192, True),
+    (2, 530, 4104, True),
+    (1, 600, 7168, False),
+]
+
+
+def check_ring(R: int, N: int, D: int, site: bool) -> None:
+    """The kernel with a ring against float64 and against the other kernel: output, running sum and what is saved."""
+    case = draw(R, N, D, BF16, False)
+    norm = case.norm_gain if site else None
+    arguments = (case.sources, case.update if site else None, case.query, case.gain, norm, EPS, True)
+    call = without_gradient(lambda: mix.mix(*arguments))
+    plain, ring, again = call(), with_value("RING", True, call)(), with_value("RING", True, call)()
+    exact = case.to(torch.float64)
+    with torch.no_grad():
+        wanted = exact.site("reference")[0] if site else exact.mix("reference")
+    same = all(torch.equal(a, b) for a, b in zip(ring, again, strict=True)) and torch.equal(plain[1], ring[1])
+    errors = [distance(ring[0], wanted), distance(plain[0], wanted), distance(ring[2], plain[2])]
+    words = ", ".join(f"{error:.1e}" for error in errors)
+    print(f"ring R{R} N{N} D{D} {'site' if site else 'mix'}: {words}, bits {same}", file=sys.stderr, flush=True)
+    if not (errors[0] <= max(1e-6, 1.05 * errors[1]) and errors[2] <= 1e-5 and same):
+        raise SystemExit("the kernel with a ring is wrong")
+
+
+def rings() -> dict[str, Callable[[], Any]]:
+    for size in RINGS:
+        check_ring(*size)
+    found: dict[str, Callable[[], Any]] = {}
+    for site in (False, True):
+        name, call = list(launches(*SHAPES[0], site).items())[0]
+        found |= {name: call, f"{name} ring": with_value("RING", True, call)}
     return found
 
 
@@ -77,7 +176,7 @@ def gate() -> None:
 
 def child(part: str) -> None:
     """Compile and run once, wait for a line on the standard input, so that nothing else is on the card, then time."""
-    calls = launches(5, 131072, 512, True) | launches(3, 131072, 512, True) if part == "narrow" else calls_of(part)
+    calls = calls_of(part)
     row: dict[str, Any] = {"work": part}
     for name, call in list(calls.items()):
         try:
@@ -94,6 +193,10 @@ def child(part: str) -> None:
         row[f"{name} events"] = median_ms(call, 25)
         if part != "fast":  # it cannot be captured, and a failed capture poisons the process
             timed(row, name, call)
+    if part == "fast":
+        row |= {
+            f"fast over ours {k}": row[f"fast R9 D7168 {k} events"] / row[f"ours R9 D7168 {k} events"] for k in WAYS
+        }
     print(json.dumps(row), flush=True)
 
 

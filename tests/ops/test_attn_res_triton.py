@@ -162,6 +162,17 @@ def test_few_rows_have_a_program_each() -> None:
         assert mix.plan(R, D, 2, True, True).GROUP == R
 
 
+def test_what_the_ring_takes() -> None:
+    """Wide bf16 rows, several a processor, up to nine sources; whole slots, at least one for each entry of a row."""
+    rows = 4 * mix.processors(torch.device("cpu"))
+    wide = [torch.empty(rows, 7168, dtype=torch.bfloat16)] * 9
+    assert mix.in_ring(wide, None, wide[0][0])
+    assert not mix.in_ring(wide, None, wide[0][0].float()) and not mix.in_ring([*wide, wide[0]])
+    assert not mix.in_ring([x[1:] for x in wide]) and not mix.in_ring([x[:, :4096] for x in wide])
+    sizes = mix.ring_sizes(7168)
+    assert sizes["SLOTS"] >= mix.RING_SOURCES + 1 and 2 * sizes["SLOTS"] * sizes["BLOCK"] <= mix.RING_BYTES
+
+
 def test_zero_query_is_the_average_and_has_a_gradient() -> None:
     inputs = draw(4, 6, 24)
     inputs["query"].zero_()

@@ -28,6 +28,10 @@ FORWARD_REGISTERS, BACKWARD_REGISTERS = 64, 32
 FEW_ELEMENTS = 32768
 # Rows of at least so many elements run backward through `wide_kernels`.
 WIDE = 4096
+# Whether rows that `in_ring` takes run forward through `ring_gluon.py`. It has not run on a card yet.
+RING = False
+# Bytes of shared memory that its ring may fill, beside what sums across threads need; its most sources; its warps.
+RING_BYTES, RING_SOURCES, RING_WARPS, RING_GROUP = 225 * 1024, 9, 8, 3
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,19 @@ def is_few(N: int, D: int, device: torch.device) -> bool:
     """Rows too few to fill a card with programs of several rows: each has its own, with all its sources in one group
     where they fit. 64 rows of 512 took 9.0 us in 8 programs of 8 rows, and one row 2.2."""
     return FEW_ELEMENTS * processors(device) > N * D
+
+
+def in_ring(sources: Sequence[Tensor], *others: Tensor | None) -> bool:
+    """Whether the kernel with a ring can run and has work: wide rows, several for each processor, sources that fit the
+    registers of one program, and all that it reads in bf16."""
+    (N, D), R = sources[0].shape, len(sources)
+    fits = WIDE < D <= WIDEST and D % 8 == 0 and R <= RING_SOURCES and 4 * processors(sources[0].device) <= N
+    return fits and all(x.dtype == torch.bfloat16 for x in (*sources, *others) if x is not None)
+
+
+def ring_sizes(D: int) -> dict[str, int]:
+    BLOCK = 1 << (D - 1).bit_length()
+    return dict(D=D, BLOCK=BLOCK, SLOTS=RING_BYTES // (2 * BLOCK), GROUP=RING_GROUP, num_warps=RING_WARPS)
 
 
 @cache
@@ -115,10 +132,15 @@ def mix(
     out = torch.empty_like(sources[0])
     running = torch.empty_like(out) if update is not None else out.new_empty(0)
     stats = torch.empty((N, columns(R, norm_gain)) if save else 0, dtype=torch.float32, device=out.device)
-    if N:
+    arguments = (tuple(sources), update, query, gain, norm_gain, out, running, stats, N, eps)
+    flags: dict[str, Any] = dict(UPDATE=update is not None, NORM=norm_gain is not None, STATS=save)
+    if RING and not interpreting() and in_ring(sources, update, query, gain, norm_gain):
+        from rille.ops.attn_res import ring_gluon
+
+        kernel: Any = ring_gluon.mix_ring
+        kernel[(processors(out.device),)](*arguments, **flags, **ring_sizes(D))
+    elif N:
         p = plan(R, D, out.element_size(), norm_gain is not None, is_few(N, D, out.device))
-        arguments = (tuple(sources), update, query, gain, norm_gain, out, running, stats, N, eps)
-        flags: dict[str, Any] = dict(UPDATE=update is not None, NORM=norm_gain is not None, STATS=save)
         flags |= dict(D=D, BLOCK=p.BLOCK, LANES=32 * p.forward_warps, VEC=p.VEC, num_warps=p.forward_warps)
         flags |= dict(maxnreg=registers_of_a_thread(p.forward_warps, p.forward_programs))
         launch: Any = mix_kernels.mix_forward[(-(-N // p.STEP),)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rille.ops.ahead import Specimen
-from rille.ops.attn_res import mix, mix_kernels, wide_kernels
+from rille.ops.attn_res import mix, mix_kernels, ring_gluon, wide_kernels
 
 POINTERS = {"*bf16": "update query gain norm_gain out running d_out", "*fp32": "stats partial", "i32": "N"}
 TYPES = {name: kind for kind, names in POINTERS.items() for name in names.split()} | {"eps": "fp32"}
@@ -46,6 +46,13 @@ def backward(R: int, D: int, fused: bool = False) -> Specimen:
     return specimen(name, kernel, R, D, p.backward_warps, sizes, **limits)
 
 
+def ring(R: int, fused: bool) -> Specimen:
+    name = f"ring_r{R}_d7168{'_site' if fused else ''}"
+    flags = dict(UPDATE=fused, NORM=fused, STATS=True)
+    return specimen(name, ring_gluon.mix_ring, R, 7168, mix.RING_WARPS, mix.ring_sizes(7168) | flags)
+
+
 SHAPES = [(9, 7168), (5, 7168), (9, 4096), (4, 2048), (5, 512)]
 SPECIMENS = [make(R, D, fused) for R, D in SHAPES for fused in (False, True) for make in (forward, backward)]
 SPECIMENS += [forward(R, D, fused, True) for R, D in SHAPES for fused in (False, True)]
+SPECIMENS += [ring(R, fused) for R in (2, 5, 9) for fused in (False, True)]
