@@ -214,6 +214,15 @@ def test_router_ties_nan_and_infinities() -> None:
     assert ((sick.ids >= 0) & (sick.ids < 6)).all() and sick.weights.isnan().all()
 
 
+@pytest.mark.parametrize(("N", "E"), [(1, 1), (16_384, 256), (131_072, 256), (131_072, 896), (9_000_000, 40)])
+def test_no_program_of_the_histogram_counts_beyond_16_bits(N: int, E: int) -> None:
+    groups, shares = router.histogram_grid(N, E, 132)
+    assert groups * router.EXPERTS >= E > (groups - 1) * router.EXPERTS
+    tiles = -(-N // router.TOKENS)
+    assert -(-tiles // shares) * router.TOKENS <= 65_535
+    assert groups * shares <= 132 or shares == 1 or -(-tiles // (shares - 1)) * router.TOKENS > 65_535
+
+
 def test_router_histogram_is_the_definition_in_any_split() -> None:
     """The kernel's own scores make its counts, so the definition is asked about scores that need no sigmoid."""
     scores, bias = torch.sigmoid(draw(41, 12)), draw(12, seed=1, scale=0.3)

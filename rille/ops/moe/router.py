@@ -13,6 +13,10 @@ from rille.ops.moe import router_kernels
 from rille.ops.moe.permute import INTERPRET, power_of_two
 
 MOST_EXPERTS = 2048  # a row of scores in the registers of one warp
+APART = False  # large batches count the histogram in a kernel of its own; off until it is measured
+MANY = 2**22  # scores from which a batch is large
+EXPERTS, WORDS, TOKENS = 16, 2048, 512  # of its program; two bins a word; tokens of a tile
+MOST_TILES = 65_535 // TOKENS  # a count of 16 bits holds all tokens of a program
 
 
 @torch.library.custom_op("rille::moe_router", mutates_args=())
@@ -29,14 +33,36 @@ def router(
     histogram = torch.zeros(E, bins, dtype=torch.int32, device=device)
     block = power_of_two(E)
     height = max(1, 512 // block)
+    apart = counted_apart(N, E, bins)
+    edges = torch.empty(2, dtype=torch.float32, device=device) if apart else None
     if N:
         launch(
             router_kernels.router_forward, min(-(-N // height), router_programs(device)),
-            (logits, bias, ids, weights, chosen, cutoff, load, histogram, N, logits.stride(0), scale),
-            E=E, A=top, BINS=bins, BLOCK=block, CHOICES=power_of_two(top), ROWS=height, RENORMALISE=renormalise,
-            SCORED=scored, num_warps=1,
+            (logits, bias, ids, weights, chosen, cutoff, load, histogram, edges, N, logits.stride(0), scale),
+            E=E, A=top, BINS=0 if apart else bins, BLOCK=block, CHOICES=power_of_two(top), ROWS=height,
+            RENORMALISE=renormalise, SCORED=scored, num_warps=1,
+        )  # fmt: skip
+    if apart:
+        from rille.ops.moe import histogram_gluon
+
+        groups, shares = histogram_grid(N, E, torch.cuda.get_device_properties(device).multi_processor_count)
+        launch(
+            histogram_gluon.histogram_kernel, groups * shares,
+            (logits, cutoff, edges, histogram, N, logits.stride(0), groups), E=E, BINS=bins, EXPERTS=EXPERTS,
+            WORDS=WORDS, TOKENS=TOKENS, SCORED=scored, num_warps=16,
         )  # fmt: skip
     return ids, weights, chosen, cutoff, load, histogram.long()
+
+
+def counted_apart(N: int, E: int, bins: int) -> bool:
+    return APART and not INTERPRET and N * E >= MANY and 0 < bins <= 2 * WORDS
+
+
+def histogram_grid(N: int, E: int, processors: int) -> tuple[int, int]:
+    """Groups of experts, and the shares of the tokens that each group's programs take: a program a multiprocessor, more
+    where a share would be more tokens than a count can hold."""
+    groups, tiles = -(-E // EXPERTS), -(-N // TOKENS)
+    return groups, max(1, processors // groups, -(-tiles // MOST_TILES))
 
 
 @router.register_fake

@@ -32,16 +32,20 @@ def score_of(z, SCORED: tl.constexpr):
 
 @triton.jit
 def router_forward(
-    logits, bias, ids, weights, chosen, cutoff, load, histogram, N, logits_row, scale,
+    logits, bias, ids, weights, chosen, cutoff, load, histogram, edges, N, logits_row, scale,
     E: tl.constexpr, A: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, CHOICES: tl.constexpr,
     ROWS: tl.constexpr, RENORMALISE: tl.constexpr, SCORED: tl.constexpr,
 ):  # fmt: skip
     """Grid (P). ids int64, weights, chosen (their scores) [N, A]; load int64 [E]; histogram int32 [E, BINS] (one batch
-    stays below 2^31), not counted where BINS is 0. SCORED: the logits are scores."""
+    stays below 2^31), not counted where BINS is 0; edges [2] or None: the lowest and the highest edge of the bins, for
+    `histogram_gluon.py`, which counts them then. SCORED: the logits are scores."""
     e_B, a_K = tl.arange(0, BLOCK), tl.arange(0, CHOICES)
     bias_B = tl.load(bias + e_B, mask=e_B < E, other=0.0)
     low = tl.min(tl.where(e_B < E, bias_B, float("inf")), 0) - 1.0
     high = tl.max(tl.where(e_B < E, bias_B, float("-inf")), 0) + 1.0
+    if edges is not None:
+        tl.store(edges, low, mask=tl.program_id(0) == 0)
+        tl.store(edges + 1, high, mask=tl.program_id(0) == 0)
     load_B = tl.zeros([BLOCK], tl.int32)
     for tile in range(tl.program_id(0).to(tl.int64), tl.cdiv(N, ROWS), tl.num_programs(0)):
         n_R = tile * ROWS + tl.arange(0, ROWS)

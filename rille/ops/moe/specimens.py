@@ -6,22 +6,23 @@ from dataclasses import replace
 from typing import Any
 
 from rille.ops.ahead import Specimen
-from rille.ops.moe import few_kernels, permute_kernels, product_kernels, router_kernels
+from rille.ops.moe import few_kernels, histogram_gluon, permute_kernels, product_kernels, router_kernels
 from rille.ops.moe.few import COLUMNS
 from rille.ops.moe.few import TILE as FEW
 from rille.ops.moe.permute import TILE
 from rille.ops.moe.products import Tiles, plan
+from rille.ops.moe.router import EXPERTS, TOKENS, WORDS
 
 POINTERS = {
-    "*fp32": "logits bias weights chosen cutoff d_weights d_logits partial along",
+    "*fp32": "logits bias weights chosen cutoff edges d_weights d_logits partial along",
     "*i64": "ids load",
     "*i32": "histogram counts total ends expert_of_tile row_of_pair pair_of_row",
     "*bf16": "rows h d out",
-    "i32": "N logits_row PAIRS BLOCKS TILES ROW_TILES x_row",
+    "i32": "N logits_row groups PAIRS BLOCKS TILES ROW_TILES x_row",
     "fp32": "scale",
 }
 TYPES = {name: kind for kind, names in POINTERS.items() for name in names.split()}
-WHOLE = tuple(name for name in TYPES if name not in ("scale", "N", "PAIRS", "BLOCKS", "TILES", "ROW_TILES"))
+WHOLE = tuple(name for name in TYPES if name not in ("scale", "N", "groups", "PAIRS", "BLOCKS", "TILES", "ROW_TILES"))
 GLU = dict(A=4.0, B=25.0, CAPPED=True, FAST=True)
 SHAPES = {"nano": (256, 448, 256, 6), "k3": (3584, 3072, 112, 16)}  # L, F, E, A
 
@@ -99,7 +100,12 @@ def routes(size: str) -> list[Specimen]:
     back = dict(E=E, A=A, CHOICES=choices, ROWS=32, RENORMALISE=True)
     columns = min(1024, L)
     return [
-        specimen(f"router_{size}", router_kernels.router_forward, router, 1),
+        specimen(f"router_{size}", router_kernels.router_forward, router | dict(edges=None), 1),
+        specimen(f"router_apart_{size}", router_kernels.router_forward, router | dict(BINS=0), 1),
+        specimen(
+            f"histogram_{size}", histogram_gluon.histogram_kernel,
+            dict(E=E, BINS=4000, EXPERTS=EXPERTS, WORDS=WORDS, TOKENS=TOKENS, SCORED=False), 16,
+        ),
         specimen(f"router_backward_{size}", router_kernels.router_backward, back, 4),
         specimen(f"count_{size}", permute_kernels.count_pairs, dict(E=E, BLOCK=block, SPAN=128), 8),
         specimen(f"sum_blocks_{size}", permute_kernels.sum_blocks, dict(E=E, SPAN=128, WIDE=16), 4),
