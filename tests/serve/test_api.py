@@ -384,16 +384,14 @@ def test_a_stop_string_is_no_abort_in_the_metrics(tokenizer):
 
 
 def value(server, name, **labels):
-    text = server.get("/metrics")[1].decode()
-    for line in text.splitlines():
+    for line in server.get("/metrics")[1].decode().splitlines():
         if line.startswith(name + "{") and all(f'{key}="{label}"' in line for key, label in labels.items()):
             return float(line.rpartition(" ")[2])
     raise AssertionError(f"no {name} with {labels}")
 
 
 def test_figures(server):
-    body = json.loads(server.get("/figures")[1])
-    assert {"running", "pages_total", "misses", "about"} <= set(body)
+    assert {"running", "pages_total", "misses", "about"} <= set(json.loads(server.get("/figures")[1]))
 
 
 def test_formats_are_checked_where_they_are_used(server, tokenizer):
