@@ -36,8 +36,19 @@ def add6(a0, a1, a2, a3, a4, a5, b0, b1, b2, b3, b4, b5):
 
 
 @gluon.jit
+def add18(
+    a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11, a12, a13, a14, a15, a16, a17,
+    b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, b10, b11, b12, b13, b14, b15, b16, b17,
+):  # fmt: skip
+    return (
+        a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5, a6 + b6, a7 + b7, a8 + b8,
+        a9 + b9, a10 + b10, a11 + b11, a12 + b12, a13 + b13, a14 + b14, a15 + b15, a16 + b16, a17 + b17,
+    )  # fmt: skip
+
+
+@gluon.jit
 def totals(sums):
-    """The sum of each tensor of a tuple; up to six of them share the way through shared memory."""
+    """The sum of each tensor of a tuple. All of nine sources share the way through shared memory, else six do."""
     n: gl.constexpr = len(sums)
     if n == 1:
         out = (gl.sum(sums[0], 0),)
@@ -45,6 +56,8 @@ def totals(sums):
         out = gl.reduce(sums, 0, add2)
     elif n == 6:
         out = gl.reduce(sums, 0, add6)
+    elif n == 18:
+        out = gl.reduce(sums, 0, add18)
     elif n > 6:
         out = totals(sums[:6]) + totals(sums[6:])
     else:
@@ -75,6 +88,12 @@ def within(x_W, LANES: gl.constexpr):
     """[LANES]: the sum of what each thread holds, four neighbours a load."""
     repeats: gl.constexpr = x_W.shape[0] // (LANES * 4)
     return gl.sum(gl.sum(gl.reshape(x_W, [repeats, LANES, 4]), 2), 0)
+
+
+@gluon.jit
+def product(a0_W, b0_W, a1_W, b1_W, LANES: gl.constexpr):
+    """Two sums, so that each product is added by the instruction that makes it."""
+    return within(a0_W * b0_W, LANES) + within(a1_W * b1_W, LANES)
 
 
 @gluon.jit
@@ -145,7 +164,7 @@ def mix_ring(
                 found = (p_W,) + found[2:]
             for i in gl.static_range(len(found)):
                 v0_W, v1_W = lower(found[i]), upper(found[i])
-                sums = sums + (within(v0_W * v0_W + v1_W * v1_W, LANES), within(v0_W * w0_W + v1_W * w1_W, LANES))
+                sums = sums + (product(v0_W, v0_W, v1_W, v1_W, LANES), product(v0_W, w0_W, v1_W, w1_W, LANES))
             held = held + found
         at_slot = wrapped(at_slot + ENTRIES, SLOTS)
         sums = totals(sums)
@@ -171,7 +190,7 @@ def mix_ring(
         if NORM:
             n_W = gl.load(words(norm_gain) + i_W, mask=there_W, other=0)
             h0_W, h1_W = lower(out_W), upper(out_W)
-            r = gl.rsqrt(gl.sum(within(h0_W * h0_W + h1_W * h1_W, LANES), 0) / D + eps)
+            r = gl.rsqrt(gl.sum(product(h0_W, h0_W, h1_W, h1_W, LANES), 0) / D + eps)
             out_W = joined(h0_W * r, h1_W * r)  # the norm rounds before its gain, and the product is rounded again
             out_W = joined(lower(out_W) * lower(n_W), upper(out_W) * upper(n_W))
             if STATS:
