@@ -191,9 +191,9 @@ def reverse(
     arguments = (
         *tiles, do_NHV, prepared.decay_MHK, dv_NHV, rows_of(dstates_MHVK, block),
         inputs.starts, inputs.order_S, inputs.first_S,
-        dfinal_SHVK.contiguous() if dfinal_SHVK is not None else None, dinitial_SHVK, do_NHV.stride(0),
+        dfinal_SHVK.contiguous() if dfinal_SHVK is not None else None, dinitial_SHVK, do_NHV.stride(0), M * H,
     )  # fmt: skip
-    shape = dict(H=H, K=K, V=V, BV=block, **types(dtype), STAGES=2, num_warps=num_warps)
+    shape = dict(H=H, K=K, V=V, BV=block, **types(dtype), DIGITS=t_DMHCC.shape[0], STAGES=2, num_warps=num_warps)
     launch(reverse_kernel, S * H * (V // block), arguments, **shape)
     return dv_NHV, dstates_MHVK, dinitial_SHVK
 

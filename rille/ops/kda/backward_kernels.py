@@ -8,7 +8,7 @@ is the same algebra in PyTorch; `backward_local.py` has the kernel that follows.
 
     reverse   the same programs, last chunk to first: dV, the gradient D of the state after each chunk and of the first
 
-                  du = dO^T A + D E^T          dv = du T          D <- D 2^Gc + dO^T Q - dv (k 2^G)
+                  du = dO^T A + D E^T          dv = du (T + Tlow)          D <- D 2^Gc + dO^T Q - dv (k 2^G)
 
 States, u, du, dv are value-first, so that the left operand of every product with them comes from registers: a rounded
 accumulator has the layout of one. r is formed before T meets it: where the state already predicts v, T v - (T k 2^G) S
@@ -231,7 +231,7 @@ def states_kernel(
 
 @triton.jit
 def reverse_kernel(
-    t_desc,  # [DIGITS * M * H * C, C], of which this reads the first digit
+    t_desc,  # [DIGITS * M * H * C, C]
     a_desc,  # [M * H * C, C]
     q_desc,  # [M * H * C, K]: q 2^G
     k_start_desc,  # [M * H * C, K]: -k 2^G
@@ -246,12 +246,14 @@ def reverse_kernel(
     dfinal_ptr,  # [S, H, V, K] or None: gradient of the final states
     dinitial_ptr,  # fp32 [S, H, V, K] or None: gradient of the initial states
     do_stride,
+    tiles,  # M * H: from a tile of T to its low bits
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BV: tl.constexpr,
     OPERAND: tl.constexpr,
     INTERPRET: tl.constexpr,
+    DIGITS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     C: tl.constexpr = 64
@@ -291,7 +293,12 @@ def reverse_kernel(
         dstates_desc.store([tile * V + block, 0], stored)
         du = tl.dot(tl.trans(do), a)
         du = tl.dot(operand(stored, OPERAND, INTERPRET), tl.trans(k_end), du)
-        dv = tl.dot(operand(du, OPERAND, INTERPRET), t)
+        du = operand(du, OPERAND, INTERPRET)
+        if DIGITS == 2:
+            low = operand(t_desc.load([(tiles + tile) * C, 0]), OPERAND, INTERPRET)
+            dv = tl.dot(du, t, tl.dot(du, low))
+        else:
+            dv = tl.dot(du, t)
         dstate = tl.dot(tl.trans(do), q, dstate * decay[None, :])
         dstate = tl.dot(operand(dv, OPERAND, INTERPRET), k_start, dstate)
         at_dv = token[:, None] * (H * V) + h * V + value[None, :]

@@ -41,8 +41,7 @@ def prepare(name: str, bounded: bool = True) -> Specimen:
 
 
 def a_pass(name: str, kernel: Any, BV: int, stages: int = 2, absent: str = "") -> Specimen:
-    shape = dict(H=96, K=128, V=128, BV=BV, OPERAND=tl.bfloat16, INTERPRET=False, STAGES=stages)
-    shape |= dict(DIGITS=2) if kernel is states_kernel else {}
+    shape = dict(H=96, K=128, V=128, BV=BV, OPERAND=tl.bfloat16, INTERPRET=False, DIGITS=2, STAGES=stages)
     return specimen(name, kernel, shape | dict.fromkeys(absent.split()), BV // 16, want_wgmma=True)
 
 
