@@ -125,33 +125,64 @@ def conversations(engine: Engine, words: int, chats: int, turns: int, grows: int
     return {"hit_rate": hits / total, "possible": possible / total, "of_possible": hits / possible, **misses}
 
 
-def speed(engine: Engine, prompt: list[int], params: SamplingParams) -> float:
-    """Tokens a second of one stream behind its first token: the best of three, after one that records."""
-    best = 0.0
-    for turn in range(4):
-        outputs = iter(engine.submit(Request(prompt=prompt, params=params)))
-        next(outputs)
-        began = perf_counter()
-        *rest, _ = outputs
-        best = max(best, len(rest) / (perf_counter() - began)) if turn else best
-    return best
+def speed(engine: Engine, words: int, params: SamplingParams, streams: int) -> dict[str, float]:
+    """Tokens a second of all streams behind their first two tokens, the best of three turns, and what its drafts did.
+    Before the clock every recording is made that the text may need: once with every guess run, once as ever."""
+    turns, odds = [], engine._stepper.odds
+    for turn in range(5):
+        odds.fixed = turn == 0
+        prompts = [ids(100, words, 3 + n) for n in range(streams)]
+        handles = [engine.submit(Request(prompt=prompt, params=params)) for prompt in prompts]
+        while len(engine.scheduler.running) < streams or any(s.num_written < 2 for s in engine.scheduler.running):
+            engine.step()
+        before, began = engine.stats(), perf_counter()
+        while engine.step():
+            pass
+        seconds, after = perf_counter() - began, engine.stats()
+        for handle in handles:
+            list(handle)
+        names = ("steps", "drafts", "drafted", "accepted", "generated_tokens")
+        did = {name: getattr(after, name) - getattr(before, name) for name in names}
+        turns.append({"tokens_s": did.pop("generated_tokens") / seconds, **did})
+    return max(turns[2:], key=lambda turn: turn["tokens_s"])
 
 
-def drafts(model: K3, words: int, settings: dict[str, Any], count: int) -> dict[str, float]:
-    """Tokens a second with prompt lookup over tokens a second without, where the text repeats (greedy; an embedding
-    that outweighs all layers and is the head: each token is followed by itself) and where it does not (drawn from
-    random logits)."""
-    result, head, embed = {}, model.head_weight.detach().clone(), model.embed.detach().clone()
-    for name, temperature, weights in (("repeats", 0.0, (embed, 30 * embed)), ("random", 1.0, (head, embed))):
-        with torch.no_grad():
-            model.head_weight.copy_(weights[0])
-            model.embed.copy_(weights[1])
+def write_text(model: K3, head: torch.Tensor, embed: torch.Tensor, kind: str) -> None:
+    """Weights with which a random model writes a kind of text: the embedding outweighs all layers, and the row of the
+    head of each word is the embedding of those words that it follows."""
+    words = torch.arange(len(embed), device=embed.device)
+    period = {"one word": 1, "circles of 17": 17, "circles of 150": 150}.get(kind)
+    with torch.no_grad():
+        model.embed.copy_(embed if kind == "random" else 30 * embed)
+        if kind == "random":
+            model.head_weight.copy_(head)
+        elif period is not None:
+            before = words // period * period + (words - 1) % period
+            model.head_weight.copy_(embed[before.clamp(max=len(embed) - 1)])
+        else:  # each word of 64 has two that may follow
+            start, place = words // 64 * 64, words % 64 // 2
+            model.head_weight.copy_(embed[start + place] + embed[start + place + 32])
+    model.prepare()
+
+
+def drafts(model: K3, words: int, settings: dict[str, Any], count: int, crowd: int) -> dict[str, Any]:
+    """Tokens a second with prompt lookup over tokens a second without: where text repeats itself (greedy), by chance
+    (one of two words follows each) and not at all (drawn from random logits, last: the engine is used to better)."""
+    engines = {drafter: Engine(model, **settings, drafter=drafter) for drafter in ("none", "ngram")}
+    head, embed, result = model.head_weight.detach().clone(), model.embed.detach().clone(), {}
+    cases = [(1, kind) for kind in ("one word", "circles of 17", "circles of 150", "one of two", "random")]
+    for case, (streams, kind) in enumerate([*cases, (crowd, "circles of 17"), (crowd, "random")], 1):
+        write_text(model, head, embed, kind)
+        temperature = {"random": 1.0, "one of two": 0.25}.get(kind, 0.0)
         params = SamplingParams(max_tokens=count, temperature=temperature, seed=1, ignore_eos=True)
-        engines = [Engine(model, **settings, drafter=drafter) for drafter in ("none", "ngram")]
-        speeds = [speed(engine, ids(100, words, 3), params) for engine in engines]
-        stats = engines[1].stats()
-        result[f"{name}_tokens_s"], result[f"{name}_over_plain"] = speeds[1], speeds[1] / speeds[0]
-        result[f"{name}_accepted"] = stats.accepted / max(stats.drafted, 1)
+        found = {}
+        for drafter, engine in engines.items():
+            engine.update_weights({}, case)  # nothing is found of the text before
+            found[drafter] = speed(engine, words, params, streams)
+        plain = found["none"]["tokens_s"]
+        figures = {"over_plain": found["ngram"]["tokens_s"] / plain, "plain_tokens_s": plain, **found["ngram"]}
+        result[f"{kind}, {streams}"] = figures
+        print(f"drafts, {streams} streams, {kind}: {figures}", flush=True)
     return result
 
 
@@ -177,20 +208,27 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"device": torch.cuda.get_device_name() if on_gpu else "cpu", "torch": torch.__version__}
     result["gate_logprob"] = gate(model, words, small)
     print("gate passed", flush=True)
-    engine = Engine(model, **settings)
+    most = max(arguments.streams)
+    if arguments.only is None:
+        result |= measure_plain(arguments, model, Engine(model, **settings))
+    result["drafts"] = drafts(model, words, settings | dict(memory_gib=8 if on_gpu else 1), arguments.tokens, most)
+    return result
+
+
+def measure_plain(arguments: argparse.Namespace, model: K3, engine: Engine) -> dict[str, Any]:
+    """All but drafts."""
+    result, words = {}, model.config.vocab_size
     for streams in arguments.streams:
         found = decode(engine, words, streams, arguments.tokens)
         result[f"decode_{streams}"] = found | {"floor_ms": floor_ms(model, streams)}
         print(f"{streams} streams: {result[f'decode_{streams}']}", flush=True)
-    if arguments.profile and on_gpu:
+    if arguments.profile and arguments.device == "cuda":
         result["kernels"] = {streams: profile(engine, words, streams) for streams in arguments.streams}
         print("\n".join(line for lines in result["kernels"].values() for line in lines), flush=True)
     result["resend"] = resend(engine, words, arguments.prompt)
     print(result["resend"], flush=True)
     result["conversations"] = conversations(engine, words, arguments.chats, 8, 600)
     print(result["conversations"], flush=True)
-    result["drafts"] = drafts(model, words, small, arguments.tokens)
-    print(result["drafts"], flush=True)
     return result
 
 
@@ -202,6 +240,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--prompt", type=int, default=65_536)
     parser.add_argument("--chats", type=int, default=8)
+    parser.add_argument("--only", choices=("drafts",), help="the gate and this part alone")
     parser.add_argument("--profile", action="store_true", help="also where a decoding step's time goes, by kernel")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
