@@ -4,7 +4,8 @@
 matrix products, if any, are of shared memory and waited for at once. Tiles are torch tensors whatever their layout,
 shared memory starts as NaN, pointers are places in the storage of the tensors they came from. A program runs as one
 thread: what it computes is tested, the order between its warps is not. An asynchronous copy arrives when it is waited
-for, and reads then or (`eager`) when it is asked for; in between its target holds NaN.
+for, and reads then or (`eager`) when it is asked for; in between its target holds NaN. So do the TMA's, of which those
+to memory must also be let go before their source is used again.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Machine:
     num_warps: int = 4
     eager: bool = False
     groups: list[list[Any]] = field(default_factory=lambda: [[]])
+    leaving: list[Any] = field(default_factory=list)  # copies to memory
 
 
 MACHINE = Machine()
@@ -154,8 +156,40 @@ def pointer_to(x: Tensor) -> Pointer:
     return Pointer(torch.tensor(number * APART + x.storage_offset()), KINDS[x.dtype])
 
 
+@dataclass(eq=False)
+class Table:
+    """A descriptor of the TMA unit: rows in memory, moved in blocks."""
+
+    pointer: Pointer
+    rows: int
+    stride: int
+    block_shape: list[int]
+    layout: Any = None
+
+    @property
+    def block_type(self) -> Any:
+        size = self.block_shape[0] * self.block_shape[1] * self.pointer.element_ty.primitive_bitwidth // 8
+        return types.SimpleNamespace(nbytes=size)
+
+    def block(self, coordinates: Any) -> Pointer:
+        row, column = (int(plain(x)) for x in coordinates)
+        assert 0 <= row <= self.rows - self.block_shape[0], (row, self.rows)
+        places = torch.arange(self.block_shape[0])[:, None] * self.stride + torch.arange(self.block_shape[1])
+        return self.pointer + (row * self.stride + column + places)
+
+
+def place(x: Any) -> Any:
+    """What a kernel sees of an argument."""
+    if hasattr(x, "block_shape"):
+        return Table(pointer_to(x.base), x.shape[0], x.strides[0], x.block_shape)
+    return pointer_to(x) if isinstance(x, Tensor) else x
+
+
 class Shared:
     """Shared memory, or a view of it."""
+
+    arrivals: list[Any]  # of a barrier: copies of its phase, whose bytes must be `expected`; phases that are over
+    expected = phases = 0
 
     def __init__(self, value: Tensor) -> None:
         self.value, self.shape, self.dtype = value, list(value.shape), KINDS[value.dtype]
@@ -180,7 +214,8 @@ class Shared:
 
 
 def allocate(kind: Kind, shape: Any, layout: Any, value: Tile | None = None) -> Shared:
-    found = Shared(torch.full(shape, float("nan"), dtype=kind.torch))
+    nothing = float("nan") if kind.torch.is_floating_point else 0
+    found = Shared(torch.full(shape, nothing, dtype=kind.torch))
     if value is not None:
         found.store(value)
     return found
@@ -201,6 +236,51 @@ def wait_group(outstanding: int) -> None:
     while len(MACHINE.groups) - 1 > outstanding:
         for arrive in MACHINE.groups.pop(0):
             arrive()
+
+
+def tma_in(table: Table, coordinates: Any, barrier: Shared, smem: Shared, pred: Any = True) -> None:
+    assert not MACHINE.leaving, "a copy into shared memory that may not have left yet"
+    if pred:
+        assert smem.shape == table.block_shape
+        pointer = table.block(coordinates)
+        smem.value.fill_(float("nan"))
+        read = pointer.read(None) if MACHINE.eager else None
+        barrier.arrivals.append((smem, lambda: pointer.read(None) if read is None else read))
+
+
+def tma_out(table: Table, coordinates: Any, smem: Shared) -> None:
+    pointer, sent = table.block(coordinates), smem.value.clone()
+
+    def leave() -> None:
+        assert torch.equal(sent, smem.value), "written before it left"
+        pointer.write(sent, None)
+
+    MACHINE.leaving.append(leave)
+
+
+def tma_store_wait(outstanding: int) -> None:
+    while len(MACHINE.leaving) > outstanding:
+        MACHINE.leaving.pop(0)()
+
+
+def mbarrier_init(barrier: Shared, count: int) -> None:
+    barrier.arrivals, barrier.expected, barrier.phases = [], 0, 0
+
+
+def mbarrier_expect(barrier: Shared, count: int, pred: Any = True) -> None:
+    if pred:
+        assert not barrier.expected
+        barrier.expected = count
+
+
+def mbarrier_wait(barrier: Shared, phase: Any, pred: Any = True) -> None:
+    """Waits for the end of a phase of that parity; one that would never end fails."""
+    if pred:
+        assert int(plain(phase)) == barrier.phases % 2
+        assert barrier.expected == sum(smem.value.nbytes for smem, _ in barrier.arrivals) > 0
+        for smem, content in barrier.arrivals:
+            smem.value.copy_(content())
+        barrier.arrivals, barrier.expected, barrier.phases = [], 0, barrier.phases + 1
 
 
 def unary(function: Any) -> Any:
@@ -251,7 +331,8 @@ def language() -> types.SimpleNamespace:
         exp=unary(torch.exp), log=unary(torch.log), abs=unary(torch.abs), rsqrt=unary(torch.rsqrt),
     )  # fmt: skip
     for name in (
-        "BlockedLayout", "SliceLayout", "SwizzledSharedLayout", "NVMMASharedLayout", "NVMMADistributedLayout"
+        "BlockedLayout", "SliceLayout", "SwizzledSharedLayout", "NVMMASharedLayout", "NVMMADistributedLayout",
+        "DistributedLinearLayout",
     ):  # fmt: skip
         setattr(gl, name, Layout)
     return gl
@@ -269,9 +350,16 @@ def stand_ins() -> dict[str, types.ModuleType]:
         "async_copy", async_copy_global_to_shared=async_copy, wait_group=wait_group,
         commit_group=lambda: MACHINE.groups.append([]),
     )  # fmt: skip
-    hopper: dict[str, Any] = dict(fence_async_shared=lambda: None, warpgroup_mma=warpgroup_mma)
-    hopper |= dict(warpgroup_mma_wait=lambda outstanding, deps: deps[0])
-    root, gluon = "triton.experimental", module("gluon", jit=lambda function: function, language=gl)
+    mbarrier = module(
+        "mbarrier", MBarrierLayout=Layout, init=mbarrier_init, expect=mbarrier_expect, wait=mbarrier_wait
+    )  # fmt: skip
+    tma = module(
+        "tma", async_copy_global_to_shared=tma_in, async_copy_shared_to_global=tma_out, store_wait=tma_store_wait
+    )  # fmt: skip
+    hopper: dict[str, Any] = dict(mbarrier=mbarrier, tma=tma, fence_async_shared=lambda: None)
+    hopper |= dict(warpgroup_mma=warpgroup_mma, warpgroup_mma_wait=lambda outstanding, deps: deps[0])
+    root, same = "triton.experimental", lambda function: function
+    gluon = module("gluon", jit=same, constexpr_function=same, language=gl)
     return {
         root: module(root, gluon=gluon), f"{root}.gluon": gluon,
         f"{root}.gluon.language.nvidia.ampere": module("ampere", async_copy=copies),
@@ -304,10 +392,11 @@ class Kernel:
             for option in ("maxnreg", "enable_fp_fusion"):
                 names.pop(option, None)
             MEMORY.clear()
-            values = [pointer_to(x) if isinstance(x, Tensor) else x for x in arguments]
+            values = [place(x) for x in arguments]
             MACHINE.grid, MACHINE.num_warps, MACHINE.eager = grid, num_warps, self.eager
             for program in product(range(grid[0]), range(grid[1])):
-                MACHINE.program, MACHINE.groups = program, [[]]
+                MACHINE.program, MACHINE.groups, MACHINE.leaving = program, [[]], []
                 self.function(*values, **names)
+                assert not MACHINE.leaving
 
         return launch

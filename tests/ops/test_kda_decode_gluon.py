@@ -17,7 +17,7 @@ from tests.ops.test_kda_decode import CASES, assert_pools_close, at, make_inputs
 PROGRAMS = 3  # that share the heads of all rows: each has several, and not always the same head
 
 
-@pytest.fixture(params=["resident", "resident, early", "one each"])
+@pytest.fixture(params=["resident", "resident, early", "shuffles", "one each"])
 def kernels(request, monkeypatch):
     """decode and verify launch the Gluon kernels on CPU tensors; copies of verify read late or early."""
     decode, verify = gluon_on_cpu.kernels_of(decode_gluon, verify_gluon)
@@ -27,7 +27,8 @@ def kernels(request, monkeypatch):
     monkeypatch.setattr(decode_launch, "verify_gluon", resident)
     monkeypatch.setattr(interface, "obstacle", lambda *_: None)
     if request.param != "one each":
-        monkeypatch.setattr(decode_launch, "verify_spread", decode_launch.verify_resident)
+        spread, shuffles = decode_launch.verify_resident, request.param == "shuffles"
+        monkeypatch.setattr(decode_launch, "verify_spread", lambda *sizes: spread(*sizes)._replace(shuffles=shuffles))
 
 
 @pytest.mark.parametrize("sizes", CASES, ids=str)
@@ -76,6 +77,36 @@ def test_slots_at_odd_places_are_refused(kernels):
         odd = interface.Pools(pools.states, shifted, pools.past)
         with pytest.raises(ValueError, match="tails must start at multiples of 16 bytes"):
             kda_verify(make_inputs(layer, 1, 2), layer, odd, torch.tensor([0]), torch.tensor([0]), backend="gluon")
+
+
+def spaced_states(pools, gap):
+    """The pools with NaN between the states of slots, and what lies there."""
+    slots, size = pools.states.shape[0], pools.states[0].numel()
+    wide = torch.full((slots, size + gap), float("nan"))
+    states = wide[:, :size].view_as(pools.states).copy_(pools.states)
+    return interface.Pools(states, pools.tails, pools.past), wide[:, size:]
+
+
+def test_states_with_gaps_between_slots(kernels):
+    layer = make_layer()
+    pools, again = make_pools(layer), make_pools(layer)
+    apart, between = spaced_states(pools, 32)
+    slots = torch.tensor([1, 3])
+    for seed, accepted in enumerate(([0, 0], [2, 0])):
+        call = make_inputs(layer, 2, 3, seed=seed), layer
+        y_BTV = kda_verify(*call, apart, slots, torch.tensor(accepted), backend="gluon")
+        want_BTV = kda_verify(*call, again, slots, torch.tensor(accepted), backend="reference")
+        torch.testing.assert_close(y_BTV, want_BTV)
+    assert_pools_close(apart, again)
+    assert between.isnan().all()
+
+
+def test_states_that_are_no_table_are_refused(kernels):
+    layer = make_layer(K=64)
+    apart, _ = spaced_states(make_pools(layer), 32)
+    if decode_launch.verify_spread(64, 32).resident:
+        with pytest.raises(ValueError, match="a multiple of 64 apart"):
+            kda_verify(make_inputs(layer, 1, 2), layer, apart, *torch.zeros(2, 1, dtype=torch.int64), backend="gluon")
 
 
 def test_inputs_at_odd_places(kernels):

@@ -140,9 +140,9 @@ def check_kinds() -> list[tuple[str, float, float]]:
     return reported(rows)
 
 
-def check_residents(cases: tuple[str, ...]) -> list[tuple[str, float, float]]:
+def check_residents(cases: tuple[str, ...], way: str = "resident") -> list[tuple[str, float, float]]:
     """Verify by programs that stay: shapes by name, or all kinds of inputs."""
-    with_residents(True)
+    with_residents(way)
     sizes = dict(H=300, K=128, V=128)
     rows = [row for name in cases for row in check_case(name, GATE_CASES[name], torch.float32, "gluon")]
     if not cases:
@@ -250,14 +250,39 @@ def with_spread(spread: Spread | None) -> None:
     decode_launch.decode_spread = CHOSEN if spread is None else lambda *sizes: spread
 
 
-def with_residents(yes: bool, resident: int | None = None) -> None:
-    """Verify by programs that stay; resident: so many on a multiprocessor, whatever would fit."""
+WAYS = ("resident", "shuffles")  # of verifying by programs that stay
 
-    def spread(K: int, V: int) -> Spread:
-        found = decode_launch.verify_resident(K, V)
-        return found if resident is None else found._replace(resident=resident)
 
-    decode_launch.verify_spread = spread if yes else VERIFY_CHOSEN
+def with_residents(way: str | None) -> None:
+    """Verify by programs that stay, or as it is done."""
+    spread = lambda K, V: decode_launch.verify_resident(K, V, way == "shuffles")  # noqa: E731
+    decode_launch.verify_spread = spread if way else VERIFY_CHOSEN
+
+
+SECTIONS = ("between", "tokens", "convolve", "state", "replay", "drafts", "outputs")
+
+
+def measure_sections(bench: Bench, way: str, accepted: int) -> dict[str, Any]:
+    """Mean cycles of the first warp in each section of an item (`SECTIONS` in `verify_gluon.py`; "tokens" and "state"
+    are waiting), and of all of a program's items; GHz: those over the launch's time without clocks."""
+    with_residents(way)
+    count = torch.full((bench.B,), accepted, dtype=torch.int32, device="cuda")
+    us, items = bench.verify(accepted), bench.B * HEADS
+    programs = min(items, 2 * torch.cuda.get_device_properties(0).multi_processor_count)
+    stamps = torch.zeros(items, len(SECTIONS), dtype=torch.int32, device="cuda")
+    for calls in list(zip(bench.inputs, bench.layers, bench.pools, strict=True))[:2]:
+        decode_launch.CLOCKS = stamps  # of the last call
+        kda_verify(*calls, bench.slots, count, backend="gluon")
+    decode_launch.CLOCKS = None
+    with_residents(None)
+    ticks = stamps.long().cpu()
+    before = torch.roll(ticks[:, -1], programs)
+    before[:programs] = ticks[:programs, 0]
+    apart = (ticks - torch.cat([before[:, None], ticks[:, :-1]], 1)) % 2**32
+    each = [apart[program::programs].sum().item() for program in range(programs)]
+    row: dict[str, Any] = {"work": f"{way} B{bench.B} {accepted}+{bench.tokens}"}
+    row |= dict(zip(SECTIONS, apart.double().mean(0).tolist(), strict=True))
+    return row | {"all": sum(each) / programs, "longest": max(each), "GHz": max(each) / us / 1e3}
 
 
 def label(spread: Spread) -> str:
@@ -296,12 +321,11 @@ def measure_verify(
             row["ours"] = bench.verify(accepted)
             row["of floor"] = floor / row["ours"]
             row["steps"] = row["ours"] / decode[f"decode B{B}"]
-            with_residents(True)
-            row["resident"] = bench.verify(accepted)
-            row["its steps"] = row["resident"] / decode[f"decode B{B}"]
-            with_residents(True, 1)
-            row["one resident"] = bench.verify(accepted)
-            with_residents(False)
+            for way in WAYS:
+                with_residents(way)
+                row[way] = bench.verify(accepted)
+            with_residents(None)
+            row["fewest steps"] = min(row[way] for way in WAYS) / decode[f"decode B{B}"]
             print(" ", row, flush=True)
             rows.append(row)
         del bench

@@ -126,10 +126,12 @@ def compile_fla(group: str, share: int) -> list[str]:
 def compile_decode() -> list[str]:
     for B in (1, 32, 128):
         decode.Bench(B, 0, count=1).decode()
-    bench = decode.Bench(32, 8, count=1)
-    for residents in (False, True):
-        decode.with_residents(residents)
-        bench.verify(8)
+    decode.Bench(32, 8, count=1).verify(8)
+    return []
+
+
+def compile_residents(way: str) -> list[str]:
+    decode.measure_sections(decode.Bench(32, 8, count=1), way, 8)
     return []
 
 
@@ -244,6 +246,10 @@ def time_decode(options: Options) -> None:
         append(options, "decode", row)
     for row in decode.measure_verify(speed, steps, ((32, 8), (1, 8))):
         append(options, "verify", row)
+    bench = decode.Bench(32, 8, count=4)
+    for accepted in (8, 4, 0):
+        for way in decode.WAYS:
+            append(options, "sections", decode.measure_sections(bench, way, accepted))
     if options.with_fla:
         for B in (32, 1, 128):
             append(options, "fla decode", {"work": f"decode B{B}", "fla": decode.Bench(B).fla()})
@@ -288,6 +294,8 @@ def first_half(with_fla: bool) -> dict[str, Job]:
     names = list(decode.GATE_CASES)
     for share, cases in (("a", names[:2]), ("b", names[2:4]), ("c", names[4:]), ("kinds", [])):
         checks[f"resident {share}"] = partial(decode.check_residents, tuple(cases))
+    for share, cases in (("shapes", ["K128 V128", "K128 V256"]), ("kinds", [])):
+        checks[f"resident shuffles {share}"] = partial(decode.check_residents, tuple(cases), "shuffles")
     jobs |= {f"gate decode {name}": lambda _, c=check: gate_decode(c) for name, check in checks.items()}
     jobs |= {"gate segments": lambda _: gate_segments(), "gate forward": lambda _: gate_forward()}
     jobs |= {f"ours {group}": lambda _, g=group: compile_ours(g) for group in GROUPS}
@@ -295,6 +303,7 @@ def first_half(with_fla: bool) -> dict[str, Job]:
     jobs |= {f"errors {work.name}": partial(beside_fla, work) for work in backward.BESIDE_FLA}
     jobs |= {"ours softplus": lambda _: compile_softplus()}
     jobs |= {"gate conv": lambda _: gate_conv(), "decode kernels": lambda _: compile_decode()}
+    jobs |= {f"decode kernels {way}": lambda _, w=way: compile_residents(w) for way in decode.WAYS}
     jobs |= {"study kernels stages": lambda _: compile_stages()}
     return jobs | {f"study kernels {name}": lambda _, n=name: compile_segments(n) for name in SPLIT_WORKS}
 

@@ -21,6 +21,10 @@ from triton.experimental.gluon import language as gl
 # Triton 3.7 calls it `barrier`.
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
+# How the eight sums of a row meet: every lane of the row adds them all; one lane does, after a trip through shared
+# memory; one lane does, by shuffles that give away half of the rows at a time (eight lanes a row, eight rows a thread).
+EVERY_LANE, BY_MEMORY, BY_SHUFFLES = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+
 # Shared memory without swizzling: a tile [T, N], and the same bytes as T rows of N.
 TILE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 ROW = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -193,14 +197,16 @@ def partial_dots(S_VK, k_K, q_K, V: gl.constexpr, K: gl.constexpr):
 
 
 @gluon.jit
-def dots(S_VK, k_K, q_K, V: gl.constexpr, K: gl.constexpr, SCATTER: gl.constexpr):
-    """S k and S q, in the layout of the state's rows or (SCATTER) one row a lane. A row's products are added in one
-    order whatever the layouts are, the eight sums by halves: decode and verify may lie differently and agree bit for
-    bit. Between the lanes of a row that takes three shuffles for each of a thread's rows; to have one row a lane, a
-    trip through shared memory for all of them, and what follows is not repeated by every lane of a row."""
+def dots(S_VK, k_K, q_K, V: gl.constexpr, K: gl.constexpr, MEET: gl.constexpr):
+    """S k and S q, in the layout of the state's rows or (other than EVERY_LANE) one row a lane. A row's products are
+    added in one order whatever the layouts are, the eight sums by halves: decode and verify may lie differently and
+    agree bit for bit. Between the lanes of a row that takes three shuffles for each of a thread's rows; to have one
+    row a lane, less, and what follows is not repeated by every lane of a row."""
     k_sums, q_sums = partial_dots(S_VK, k_K, q_K, V, K)
-    if SCATTER:
+    if MEET == BY_MEMORY:
         return join_by_row(gl.join(k_sums, q_sums), V, min(8, K // 4))
+    elif MEET == BY_SHUFFLES:
+        return exchange(gl.join(k_sums, q_sums), V, min(8, K // 4))
     else:
         over_V: gl.constexpr = gl.SliceLayout(1, S_VK.type.layout)
         k_V = gl.convert_layout(gl.sum(k_sums, 1), over_V, assert_trivial=True)
@@ -220,18 +226,58 @@ def join_by_row(sums, V: gl.constexpr, parts: gl.constexpr):
     return first_V, gl.convert_layout(second_V, one_row, assert_trivial=True)
 
 
+@gluon.constexpr_function
+def half_given(level, num_warps, V):
+    """Layout of [V, 8 >> level, 2] for `exchange`: the highest bit of the parts is a thread's, and of that many rows
+    more a lane has one."""
+    shared = 2 - level  # bits of the parts that are still lanes', and of the rows that are still a thread's
+    registers = [[0, 0, 1]] + [[1 << i, 0, 0] for i in range(shared)] + [[0, 1 << shared, 0]]
+    lanes = [[0, 1 << i, 0] for i in range(shared)] + [[1 << i, 0, 0] for i in range(shared, 5)]
+    warps = [[32 << i, 0, 0] for i in range(num_warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [V, 8 >> level, 2])
+
+
+@gluon.constexpr_function
+def half_shared(level, num_warps, V):
+    """Layout of [V] for `spread`: each of 2 << level lanes, which had a row each, has the rows of all."""
+    lanes = [[0] for _ in range(level + 1)] + [[1 << i] for i in range(level + 1, 5)]
+    warps = [[32 << i] for i in range(num_warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout([[1 << i] for i in range(level + 1)], lanes, warps, [], [V])
+
+
 @gluon.jit
-def advance(
-    S_VK, alpha_K, k_K, q_K, v_V, beta, per_k, per_q, kq, V: gl.constexpr, K: gl.constexpr, SCATTER: gl.constexpr
-):
+def exchange(sums, V: gl.constexpr, parts: gl.constexpr):
+    """As `join_by_row`, by shuffles: of two lanes, each gives half of its rows for the other's sums of the rest."""
+    one_row: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 1], [32, 1], [gl.num_warps(), 1], [1, 0]))
+    for level in gl.static_range(3 if parts == 8 else 2):
+        sums = gl.convert_layout(sums, half_given(level, gl.num_warps(), V))
+        sums = gl.sum(sums.reshape([V, 2, parts >> (level + 1), 2]), 1)
+    first_V, second_V = gl.split(sums.reshape([V, 2]))
+    first_V = gl.convert_layout(first_V, one_row, assert_trivial=True)
+    return first_V, gl.convert_layout(second_V, one_row, assert_trivial=True)
+
+
+@gluon.jit
+def spread(u_V, S_VK, MEET: gl.constexpr):
+    """u where the rows of the state are."""
+    over_V: gl.constexpr = gl.SliceLayout(1, S_VK.type.layout)
+    if MEET == BY_SHUFFLES:
+        for level in gl.static_range(3):
+            u_V = gl.convert_layout(u_V, half_shared(level, gl.num_warps(), u_V.shape[0]))
+        return gl.convert_layout(u_V, over_V, assert_trivial=True)
+    else:
+        return gl.convert_layout(u_V, over_V)
+
+
+@gluon.jit
+def advance(S_VK, alpha_K, k_K, q_K, v_V, beta, per_k, per_q, kq, V: gl.constexpr, K: gl.constexpr, MEET: gl.constexpr):
     """One token: S, what it wrote (u), and o. Both products read the decayed state, so they do not wait for each
     other: o = S q = S' q + u (k.q)."""
     S_VK = S_VK * alpha_K[None, :]
-    said_V, read_V = dots(S_VK, k_K, q_K, V, K, SCATTER)
+    said_V, read_V = dots(S_VK, k_K, q_K, V, K, MEET)
     error_V = beta * gl.fma(said_V, -per_k, v_V)
     u_V = error_V * per_k
-    spread_u_V = gl.convert_layout(u_V, gl.SliceLayout(1, S_VK.type.layout))
-    return gl.fma(spread_u_V[:, None], k_K[None, :], S_VK), u_V, gl.fma(error_V, kq, read_V * per_q)
+    return gl.fma(spread(u_V, S_VK, MEET)[:, None], k_K[None, :], S_VK), u_V, gl.fma(error_V, kq, read_V * per_q)
 
 
 @gluon.jit
@@ -242,7 +288,7 @@ def draft(S_VK, t, tiles, past_u, y, H: gl.constexpr, V: gl.constexpr, K: gl.con
     S_VK, u_V, o_V = advance(
         S_VK, row_of(tiles[0], t, over_K), row_of(tiles[1], t, over_K), row_of(tiles[2], t, over_K),
         row_of(tiles[3], t, by_row), row_of(tiles[4], t, by_row), row_of(tiles[5], t, by_row),
-        row_of(tiles[6], t, by_row), row_of(tiles[7], t, by_row), V, K, True,
+        row_of(tiles[6], t, by_row), row_of(tiles[7], t, by_row), V, K, BY_MEMORY,
     )  # fmt: skip
     v_V = t * (H * V) + gl.arange(0, V, layout=by_row)
     gl.store(past_u + v_V, u_V)
@@ -388,7 +434,7 @@ def decode(
     S_VK, _, o_V = advance(
         S_VK, row_of(alpha_smem, 0, over_K), row_of(k_smem, 0, over_K), row_of(q_smem, 0, over_K),
         row_of(v_smem, 0, over_V), beta, row_of(scales[0], 0, over_V), row_of(scales[1], 0, over_V),
-        row_of(scales[2], 0, over_V), V, K, False,
+        row_of(scales[2], 0, over_V), V, K, EVERY_LANE,
     )  # fmt: skip
     gl.store(state_VK, S_VK)
     o_smem = gl.allocate_shared_memory(gl.float32, [1, V], TILE)

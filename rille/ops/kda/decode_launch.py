@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rille.ops.kda import decode_gluon, decode_kernels, verify_gluon
 from rille.ops.kda.operands import multiprocessors
+from rille.ops.launching import described
 
 if TYPE_CHECKING:
     from rille.ops.kda.decode import DecodeLayer, Pools, Projected
@@ -21,17 +22,22 @@ class Spread(NamedTuple):
     """How one program's state lies in registers: over `num_warps` warps, a row of it over `lanes` lanes; `maxnreg`
     makes room for one more program on an SM; `wait` (verify): cycles that the second program on each SM stands back,
     for each replayed token, and twice that for each new one; `resident` (verify): programs that stay on each SM and
-    fetch ahead, 0 for one program a head of a sequence."""
+    fetch ahead, 0 for one program a head of a sequence; `shuffles` (verify, resident): a row's sums meet by
+    shuffles, not in shared memory."""
 
     num_warps: int
     lanes: int
     maxnreg: int | None = None
     wait: int = 0
     resident: int = 0
+    shuffles: bool = False
 
 
 # Bytes of shared memory one program may have on Hopper.
 SHARED_LIMIT = 227 * 1024
+
+# For benchmarks: int32 [items, verify_gluon.SECTIONS], where resident programs note their clocks.
+CLOCKS: Tensor | None = None
 
 # Below this batch the card is not full and a step is bound by its longest chain: a shuffle less in each sum.
 FULL_BATCH = 8
@@ -50,9 +56,12 @@ def verify_spread(K: int, V: int) -> Spread:
     return Spread(max(4, K * V // (32 * 128)), min(8, K // 4), wait=450 if K * V == 128 * 128 else 0)
 
 
-def verify_resident(K: int, V: int) -> Spread:
-    """The same, with as many programs on an SM as its registers hold."""
-    return Spread(max(4, K * V // (32 * 128)), min(8, K // 4), resident=min(4, max(1, 2 * 128 * 128 // (K * V))))
+def verify_resident(K: int, V: int, shuffles: bool = False) -> Spread:
+    """The same, with as many programs on an SM as its registers hold. Shuffles: where a thread has eight rows in eight
+    lanes."""
+    num_warps, lanes = max(4, K * V // (32 * 128)), min(8, K // 4)
+    resident, rows = min(4, max(1, 2 * 128 * 128 // (K * V))), V * lanes // (32 * num_warps)
+    return Spread(num_warps, lanes, resident=resident, shuffles=shuffles and lanes == 8 and rows == 8)
 
 
 def fits_ahead(K: int, V: int, tokens: int, past_tokens: int, size: int) -> bool:
@@ -61,7 +70,7 @@ def fits_ahead(K: int, V: int, tokens: int, past_tokens: int, size: int) -> bool
     T, P = (1 << n for n in tiles(tokens, past_tokens).values())
     per_item = 4 * (2 * P * K + 3 * T * K + T * V + 4 * T + V) + 64 * V
     raw = size * (2 * P * K + 3 * T * K + 2 * T * V + 12 * K + 4 * V) + 4 * P * V
-    return 4 * K * V + per_item + raw <= SHARED_LIMIT
+    return 4 * K * V + 2048 + per_item + raw <= SHARED_LIMIT  # the state lies at a multiple of 1,024
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -158,23 +167,12 @@ def verify_op(
         return y
     spread = verify_spread(K, V)
     if name == "gluon" and spread.resident:
-        for what, x in dict(states=states, tails=tails, qkv=past_qkv, z=past_z, u=past_u).items():
-            if not lies_at_16_bytes(x):
-                raise ValueError(
-                    f"kda verify: slots of {what} must start at multiples of 16 bytes and lie a multiple of 16 elements"
-                    f" apart, not at {x.data_ptr() % 16} and {x.stride(0)} apart"
-                )
-        qkv, z, gate = aligned(qkv), aligned(z), aligned(gate)
-        ahead = fits_ahead(K, V, T, P, qkv.element_size())
-        kernel: Any = verify_gluon.verify
-        kernel[(min(B * H, spread.resident * multiprocessors(qkv.device)),)](
-            qkv, z, b, gate, y, past_qkv, past_z, past_u, accepted, conv_weight, A_log, dt_bias, norm_weight,
-            tails, states, slots, lower_bound or 0.0, eps, T, P,
-            qkv.stride(0), z.stride(0), b.stride(0), gate.stride(0), tails.stride(0), states.stride(0), B * H,
-            H=H, K=K, V=V, W=W, BOUNDED=lower_bound is not None, AHEAD=ahead, **gluon_options(spread), **tiles(T, P),
+        launch_resident(
+            spread, T, P, qkv, z, b, gate, y, past_qkv, past_z, past_u, accepted, conv_weight, A_log, dt_bias,
+            norm_weight, tails, states, slots, lower_bound, eps,
         )  # fmt: skip
         return y
-    kernel = decode_gluon.verify if name == "gluon" else decode_kernels.verify
+    kernel: Any = decode_gluon.verify if name == "gluon" else decode_kernels.verify
     first = multiprocessors(qkv.device)
     wait = spread.wait * (P + 2 * T) if 4 * first < B * H else 0
     gluon = gluon_options(spread) | tiles(T, P) | dict(FIRST=first, WAIT=wait)
@@ -186,6 +184,38 @@ def verify_op(
         H=H, K=K, V=V, W=W, BOUNDED=lower_bound is not None, **options,
     )  # fmt: skip
     return y
+
+
+def launch_resident(
+    spread: Spread, T: int, P: int, qkv: Tensor, z: Tensor, b: Tensor, gate: Tensor, y: Tensor, past_qkv: Tensor,
+    past_z: Tensor, past_u: Tensor, accepted: Tensor, conv_weight: Tensor, A_log: Tensor, dt_bias: Tensor,
+    norm_weight: Tensor, tails: Tensor, states: Tensor, slots: Tensor, lower_bound: float | None, eps: float,
+) -> None:  # fmt: skip
+    """Verify by programs that stay; their copies need slots at whole places."""
+    B, (H, K), V, W = qkv.shape[0], dt_bias.shape, norm_weight.shape[0], conv_weight.shape[1]
+    for what, x in dict(states=states, tails=tails, qkv=past_qkv, z=past_z, u=past_u).items():
+        if not lies_at_16_bytes(x):
+            raise ValueError(
+                f"kda verify: slots of {what} must start at multiples of 16 bytes and lie a multiple of 16 elements"
+                f" apart, not at {x.data_ptr() % 16} and {x.stride(0)} apart"
+            )
+    if states.stride(0) % K:
+        raise ValueError(f"kda verify: states of slots must lie a multiple of {K} apart, not {states.stride(0)}")
+    qkv, z, gate = aligned(qkv), aligned(z), aligned(gate)
+    kernel: Any = verify_gluon.verify
+    kernel[(min(B * H, spread.resident * multiprocessors(qkv.device)),)](
+        qkv, z, b, gate, y, past_qkv, past_z, past_u, accepted, conv_weight, A_log, dt_bias, norm_weight,
+        tails, states, table_of(states), slots, CLOCKS, lower_bound or 0.0, eps, T, P,
+        qkv.stride(0), z.stride(0), b.stride(0), gate.stride(0), tails.stride(0), states.stride(0), B * H,
+        H=H, K=K, V=V, W=W, BOUNDED=lower_bound is not None, AHEAD=fits_ahead(K, V, T, P, qkv.element_size()),
+        SHUFFLES=spread.shuffles, **gluon_options(spread), **tiles(T, P),
+    )  # fmt: skip
+
+
+def table_of(states: Tensor) -> Any:
+    """A pool [slots, H, V, K] as a table of rows of K, whatever lies between slots; in blocks of one head's state."""
+    slots, H, V, K = states.shape
+    return described(True, states, (slots - 1) * (states.stride(0) // K) + H * V, K, K, V, K)
 
 
 @verify_op.register_fake

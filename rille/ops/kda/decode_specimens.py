@@ -6,11 +6,12 @@ from typing import Any
 
 from rille.ops.ahead import Specimen
 from rille.ops.kda import decode_gluon, decode_kernels, decode_launch, verify_gluon
+from rille.ops.kda.specimens import ring_descriptor
 
 POINTERS = {
     "*bf16": "qkv z b gate y past_qkv past_z tails",
     "*fp32": "conv_weight A_log dt_bias norm_weight states past_u",
-    "*i32": "accepted",
+    "*i32": "accepted clocks",
     "*i64": "slots",
     "i32": "items tokens past_tokens qkv_row z_row b_row gate_row tail_slot state_slot",
     "fp32": "lower_bound eps",
@@ -21,7 +22,7 @@ WHOLE = tuple(name for name in TYPES if name not in ("items", "tokens", "past_to
 
 def specimen(
     name: str, kernel: Any, K: int = 128, V: int = 128, B: int = 32, bounded: bool = True, tokens: int = 8,
-    W: int = 4,
+    W: int = 4, clocks: bool = False,
 ) -> Specimen:  # fmt: skip
     constexprs: dict[str, Any] = dict(H=96, K=K, V=V, W=W, BOUNDED=bounded)
     spread = decode_launch.decode_spread(K, V, B)
@@ -30,12 +31,14 @@ def specimen(
         constexprs |= dict(tokens=tokens, past_tokens=tokens, FIRST=132, WAIT=3 * tokens * spread.wait)
         constexprs |= decode_launch.tiles(tokens, tokens)
     if name.startswith("verify_resident"):
-        spread = decode_launch.verify_resident(K, V)
+        spread = decode_launch.verify_resident(K, V, "shuffles" in name)
         ahead = decode_launch.fits_ahead(K, V, tokens, tokens, 2)
-        constexprs |= dict(tokens=tokens, past_tokens=tokens, AHEAD=ahead) | decode_launch.tiles(tokens, tokens)
+        constexprs |= dict(tokens=tokens, past_tokens=tokens, AHEAD=ahead, SHUFFLES=spread.shuffles)
+        constexprs |= decode_launch.tiles(tokens, tokens) | ({} if clocks else dict(clocks=None))
     if "triton" not in name:
         constexprs |= dict(LANES=spread.lanes)
-    signature: dict[str, Any] = {arg: TYPES[arg] for arg in kernel.arg_names if arg not in constexprs}
+    types = TYPES | dict(states_desc=ring_descriptor([V, K], "fp32"))
+    signature: dict[str, Any] = {arg: types[arg] for arg in kernel.arg_names if arg not in constexprs}
     maxnreg = None if "triton" in name else spread.maxnreg
     limits: dict[str, Any] = dict(divisible=WHOLE, maxnreg=maxnreg, fp_fusion=False)
     return Specimen(f"kda_{name}", kernel, signature, constexprs, spread.num_warps, **limits)
@@ -54,6 +57,9 @@ SPECIMENS = [
     specimen("verify_gluon_k64", decode_gluon.verify, K=64, V=64),
     specimen("verify_gluon_v256", decode_gluon.verify, V=256),
     specimen("verify_resident", verify_gluon.verify),
+    specimen("verify_resident_clocks", verify_gluon.verify, clocks=True),
+    specimen("verify_resident_shuffles", verify_gluon.verify),
+    specimen("verify_resident_shuffles_v256", verify_gluon.verify, V=256),
     specimen("verify_resident_4", verify_gluon.verify, tokens=4),
     specimen("verify_resident_1", verify_gluon.verify, tokens=1),
     specimen("verify_resident_one_tap", verify_gluon.verify, W=1),

@@ -4,7 +4,9 @@ A program is one head of one sequence at a time, as in `decode_gluon.py`, and as
 of them. What an item needs comes from memory into shared memory by asynchronous copies, asked for one item ahead, so
 that memory is busy while programs compute; a program that loads, computes and stores in turn leaves one of both idle.
 
-    state     asked for as soon as the state before it has gone into registers; a thread reads what it has copied
+    state     by TMA, both ways through one buffer: out of it into registers, replayed, back into it, and from there to
+              memory while drafts are tried; the next one is asked for when the third draft begins. Stores from
+              registers would fill the queue that all programs on a multiprocessor share with reads of shared memory
     tokens    inputs qkv and z, of new tokens and of those remembered: when the last item's are convolved
     late      writes u and output gates, which are read to the end of an item: at its end
 
@@ -17,11 +19,15 @@ the convolution, W taps.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from rille.ops.kda.decode_gluon import (
+    BY_MEMORY,
+    BY_SHUFFLES,
     TILE,
     advance,
     as_rows,
+    barrier,
     clear,
     decays,
     gated_norm,
@@ -33,6 +39,11 @@ from rille.ops.kda.decode_gluon import (
     store_scales,
     write,
 )
+
+# Begin, wait for tokens, convolve and ask for the next, wait for the state, replay and send, drafts, outputs.
+SECTIONS = gl.constexpr(7)
+
+FETCH_AT = gl.constexpr(2)  # the draft before which the next state is asked for: the last one has left by then
 
 
 @gluon.jit
@@ -100,17 +111,22 @@ def convolved(smem, before, taps, W: gl.constexpr, LOG_T: gl.constexpr, layout: 
 
 
 @gluon.jit
-def draft(S_VK, t, tiles, past_u, o_smem, HV: gl.constexpr, V: gl.constexpr, K: gl.constexpr):
-    """S after new token t; its write goes to `past_u` and its o, rounded, to shared memory."""
+def draft(S_VK, t, tiles, past_u, y, o_smem, HV: gl.constexpr, V: gl.constexpr, K: gl.constexpr, MEET: gl.constexpr):
+    """S after new token t; its write goes to `past_u` and its o, rounded, to shared memory; or to y, where warps shall
+    not wait for each other: they would before each store to shared memory that others have used."""
     over_K: gl.constexpr = gl.SliceLayout(0, S_VK.type.layout)
     by_row: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 1], [32, 1], [gl.num_warps(), 1], [1, 0]))
     S_VK, u_V, o_V = advance(
         S_VK, row_of(tiles[0], t, over_K), row_of(tiles[1], t, over_K), row_of(tiles[2], t, over_K),
         row_of(tiles[3], t, by_row), row_of(tiles[4], t, by_row), row_of(tiles[5], t, by_row),
-        row_of(tiles[6], t, by_row), row_of(tiles[7], t, by_row), V, K, True,
+        row_of(tiles[6], t, by_row), row_of(tiles[7], t, by_row), V, K, MEET,
     )  # fmt: skip
-    gl.store(past_u + t * HV + gl.arange(0, V, layout=by_row), u_V)
-    as_rows(o_smem).index(t).store(o_V.to(o_smem.dtype))
+    v_V = t * HV + gl.arange(0, V, layout=by_row)
+    gl.store(past_u + v_V, u_V)
+    if MEET == BY_SHUFFLES:
+        gl.store(y + v_V, o_V.to(y.dtype.element_ty))
+    else:
+        as_rows(o_smem).index(t).store(o_V.to(o_smem.dtype))
     return S_VK
 
 
@@ -133,11 +149,31 @@ def state_of(states, slot, head, state_slot, V: gl.constexpr, K: gl.constexpr, l
 
 
 @gluon.jit
-def fetch_state(
-    stage, states, slot, head, state_slot, V: gl.constexpr, K: gl.constexpr, layout: gl.constexpr
-):  # fmt: skip
-    if slot >= 0:
-        async_copy.async_copy_global_to_shared(stage, state_of(states, slot, head, state_slot, V, K, layout))
+def fetch_state(stage, arrived, states_desc, slot, head, state_slot, V: gl.constexpr, K: gl.constexpr):
+    """Ask for a state, once every warp has read `stage` and what was to leave it has left."""
+    tma.store_wait(0)
+    barrier()
+    row = (slot * (state_slot // K) + head * V).to(gl.int32)
+    mbarrier.expect(arrived, states_desc.block_type.nbytes, pred=slot >= 0)
+    tma.async_copy_global_to_shared(states_desc, [row, 0], arrived, stage, pred=slot >= 0)
+
+
+@gluon.jit
+def send_state(stage, S_VK, states_desc, slot, head, state_slot, V: gl.constexpr, K: gl.constexpr):
+    """The state into its slot, by way of `stage`."""
+    stage.store(S_VK)
+    fence_async_shared()
+    barrier()
+    tma.async_copy_shared_to_global(states_desc, [(slot * (state_slot // K) + head * V).to(gl.int32), 0], stage)
+
+
+@gluon.jit
+def mark(clocks, item, section: gl.constexpr):
+    """The clock at the end of one of an item's SECTIONS, for benchmarks; nothing where `clocks` is None."""
+    if clocks is not None:
+        thread = gl.arange(0, 32 * gl.num_warps(), layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        now = gl.inline_asm_elementwise("mov.u32 $0, %clock;", "=r,r", [thread], gl.int32, False, 1)
+        gl.store(clocks + item * SECTIONS + section + thread * 0, now, mask=thread == 0)
 
 
 @gluon.jit
@@ -235,32 +271,41 @@ def betas(b, tokens: gl.constexpr, T: gl.constexpr, H: gl.constexpr):
 
 
 @gluon.jit
-def store_outputs(y, o_smem, gate_smem, norm_smem, eps, tokens: gl.constexpr, HV: gl.constexpr, V: gl.constexpr):
+def store_outputs(
+    y, o_smem, gate_smem, norm_smem, eps, tokens: gl.constexpr, HV: gl.constexpr, V: gl.constexpr, MEET: gl.constexpr
+):
     """The output's norm and gate; a warp has a token."""
     T: gl.constexpr = o_smem.shape[0]
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
     t_T1 = gl.arange(0, T, layout=gl.SliceLayout(1, layout))[:, None]
     v_1V = gl.arange(0, V, layout=gl.SliceLayout(0, layout))[None, :]
-    o_TV = o_smem.load(layout).to(gl.float32)
+    here = (t_T1 < tokens) & (v_1V >= 0)
+    if MEET == BY_SHUFFLES:
+        barrier()  # what other warps wrote to y is read now, and overwritten when all have read
+        o_TV = gl.load(y + t_T1 * HV + v_1V, mask=here, other=0.0).to(gl.float32)
+        barrier()
+    else:
+        o_TV = o_smem.load(layout).to(gl.float32)
     weight_V = row_of(norm_smem, 0, gl.SliceLayout(0, layout))
     y_TV = gated_norm(o_TV, gate_smem.load(layout), weight_V, eps, V)
-    gl.store(y + t_T1 * HV + v_1V, y_TV.to(y.dtype.element_ty), mask=(t_T1 < tokens) & (v_1V >= 0))
+    gl.store(y + t_T1 * HV + v_1V, y_TV.to(y.dtype.element_ty), mask=here)
 
 
 @gluon.jit
 def verify(
     qkv, z, b, gate, y, past_qkv, past_z, past_u, accepted, conv_weight, A_log, dt_bias, norm_weight,
-    tails, states, slots, lower_bound, eps,
+    tails, states, states_desc, slots, clocks, lower_bound, eps,
     tokens: gl.constexpr, past_tokens: gl.constexpr, qkv_row, z_row, b_row, gate_row, tail_slot, state_slot, items,
     H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, W: gl.constexpr, BOUNDED: gl.constexpr, LANES: gl.constexpr,
-    LOG_T: gl.constexpr, LOG_P: gl.constexpr, AHEAD: gl.constexpr,
+    LOG_T: gl.constexpr, LOG_P: gl.constexpr, AHEAD: gl.constexpr, SHUFFLES: gl.constexpr,
 ):  # fmt: skip
     """Commit, then try, as in the twin, for every item = row * H + head. Tiles have T = 2^LOG_T and P = 2^LOG_P rows.
-    AHEAD: shared memory has room for a state, else it comes when it is needed."""
+    AHEAD: shared memory has room for a state, else it comes when it is needed. SHUFFLES: how sums meet (`dots`)."""
     T: gl.constexpr = 1 << LOG_T
     P: gl.constexpr = 1 << LOG_P
     HV: gl.constexpr = H * V
     line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    MEET: gl.constexpr = BY_SHUFFLES if SHUFFLES else BY_MEMORY
     rows: gl.constexpr = max(1, V * LANES // (32 * gl.num_warps()))
     S_layout: gl.constexpr = gl.BlockedLayout([rows, 4], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
     over_K: gl.constexpr = gl.SliceLayout(0, S_layout)
@@ -268,13 +313,19 @@ def verify(
 
     norm_smem = gl.allocate_shared_memory(gl.float32, [1, V], TILE)
     as_rows(norm_smem).index(0).store(gl.load(norm_weight + gl.arange(0, V, layout=line)))
-    stage = gl.allocate_shared_memory(gl.float32, [V if AHEAD else 1, K], TILE)
+    if AHEAD:
+        stage = gl.allocate_shared_memory(gl.float32, [V, K], states_desc.layout)
+        arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(arrived, count=1)
+        fence_async_shared()
     small = new_small(qkv.dtype.element_ty, T, P, K, V)
     u_smem = gl.allocate_shared_memory(gl.float32, [P, V], TILE)
     gate_smem = gl.allocate_shared_memory(gate.dtype.element_ty, [T, V], TILE)
 
     head, row, slot, count = item_of(gl.program_id(0), items, slots, accepted, past_tokens, H)
     b_T1 = betas(b, 0, T, H)
+    if AHEAD:
+        fetch_state(stage, arrived, states_desc, slot, head, state_slot, V, K)
     if slot >= 0:
         fetch_tokens(
             small, qkv, z, past_qkv, past_z, tails, head, row, slot, count, qkv_row, z_row, tail_slot,
@@ -282,21 +333,20 @@ def verify(
         )  # fmt: skip
         b_T1 = betas(b + row * b_row + head, tokens, T, H)
     async_copy.commit_group()
-    if AHEAD:
-        fetch_state(stage, states, slot, head, state_slot, V, K, S_layout)
-    async_copy.commit_group()
     if slot >= 0:
         fetch_rows(u_smem, past_u + slot * (past_tokens * HV) + head * V, HV, count)
         fetch_rows(gate_smem, gate + row * gate_row + head * V, HV, tokens)
     async_copy.commit_group()
 
-    weights = weights_of(head, conv_weight, A_log, dt_bias, H, K, V, W, line)
+    weights, phase = weights_of(head, conv_weight, A_log, dt_bias, H, K, V, W, line), 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         head1, row1, slot1, count1 = item_of(item + gl.num_programs(0), items, slots, accepted, past_tokens, H)
         k_past = gl.allocate_shared_memory(gl.float32, [P, K], TILE)
         alpha_past = gl.allocate_shared_memory(gl.float32, [P, K], TILE)
         tiles = new_tiles(T, K, V)
-        async_copy.wait_group(2)  # not for the state, nor for what is late
+        mark(clocks, item, 0)
+        async_copy.wait_group(1)  # not for what is late
+        mark(clocks, item, 1)
         if slot >= 0:
             q_taps, k_taps, v_taps, rate, dt_bias_K = weights
             rate = gl.exp(rate)
@@ -321,33 +371,46 @@ def verify(
         async_copy.commit_group()
 
         async_copy.wait_group(1)  # for all but those
+        mark(clocks, item, 2)
         state_VK = state_of(states, gl.maximum(slot, 0), head, state_slot, V, K, S_layout)
         if AHEAD:
+            mbarrier.wait(arrived, phase, pred=slot >= 0)
+            phase = gl.where(slot >= 0, 1 - phase, phase)
             S_VK = stage.load(S_layout)
-            fetch_state(stage, states, slot1, head1, state_slot, V, K, S_layout)
         else:
             S_VK = gl.load(state_VK)
-        async_copy.commit_group()
+        mark(clocks, item, 3)
 
         for t in range(count):
             S_VK = write(S_VK, row_of(alpha_past, t, over_K), row_of(u_smem, t, over_V), row_of(k_past, t, over_K))
         if count > 0:
-            gl.store(state_VK, S_VK)
+            if AHEAD:
+                send_state(stage, S_VK, states_desc, slot, head, state_slot, V, K)
+            else:
+                gl.store(state_VK, S_VK)
+        mark(clocks, item, 4)
         y_row, u_row = y + row * (tokens * HV) + head * V, past_u + slot * (past_tokens * HV) + head * V
         o_smem = gl.allocate_shared_memory(y.dtype.element_ty, [T, V], TILE)
         if slot >= 0:
             for t in range(tokens - 1):
-                S_VK = draft(S_VK, t, tiles, u_row, o_smem, HV, V, K)
-            if tokens > 0:
-                draft(S_VK, tokens - 1, tiles, u_row, o_smem, HV, V, K)  # nobody needs the state after it
+                if AHEAD and t == FETCH_AT:
+                    fetch_state(stage, arrived, states_desc, slot1, head1, state_slot, V, K)
+                S_VK = draft(S_VK, t, tiles, u_row, y_row, o_smem, HV, V, K, MEET)
+        if AHEAD and (slot < 0 or tokens - 1 <= FETCH_AT):
+            fetch_state(stage, arrived, states_desc, slot1, head1, state_slot, V, K)
+        if slot >= 0 and tokens > 0:
+            draft(S_VK, tokens - 1, tiles, u_row, y_row, o_smem, HV, V, K, MEET)  # nobody needs the state after it
+        mark(clocks, item, 5)
         weights = weights_of(head1, conv_weight, A_log, dt_bias, H, K, V, W, line)  # registers are free from here on
         if slot >= 0:
-            store_outputs(y_row, o_smem, gate_smem, norm_smem, eps, tokens, HV, V)
+            store_outputs(y_row, o_smem, gate_smem, norm_smem, eps, tokens, HV, V, MEET)
         else:
             clear(y_row, tokens, T, V, HV)
         if slot1 >= 0:
             fetch_rows(u_smem, past_u + slot1 * (past_tokens * HV) + head1 * V, HV, count1)
             fetch_rows(gate_smem, gate + row1 * gate_row + head1 * V, HV, tokens)
         async_copy.commit_group()
+        mark(clocks, item, 6)
         head, row, slot, count = head1, row1, slot1, count1
     async_copy.wait_group(0)
+    tma.store_wait(0)
