@@ -159,7 +159,13 @@ def rings() -> dict[str, Callable[[], Any]]:
     found: dict[str, Callable[[], Any]] = {}
     for site in (False, True):
         name, call = list(launches(*SHAPES[0], site).items())[0]
-        found |= {name: call, f"{name} ring": with_value("RING", True, call)}
+        ring = with_value("RING", True, call)
+        wider = with_value("RING_WARPS", 16, ring)
+        apart = [distance(a, b) for a, b in zip(wider(), ring(), strict=True) if a.numel()]
+        print(f"{name}, ring of 8 and of 16 warps apart {max(apart):.1e}", file=sys.stderr, flush=True)
+        if max(apart) > 1e-3:
+            raise SystemExit("the ring's two widths disagree")
+        found |= {name: call, f"{name} ring": ring, f"{name} ring, 16 warps": wider}
     return found
 
 
