@@ -164,7 +164,7 @@ class Table:
     rows: int
     stride: int
     block_shape: list[int]
-    layout: Any = None
+    layout = None
 
     @property
     def block_type(self) -> Any:
@@ -350,14 +350,11 @@ def stand_ins() -> dict[str, types.ModuleType]:
         "async_copy", async_copy_global_to_shared=async_copy, wait_group=wait_group,
         commit_group=lambda: MACHINE.groups.append([]),
     )  # fmt: skip
-    mbarrier = module(
-        "mbarrier", MBarrierLayout=Layout, init=mbarrier_init, expect=mbarrier_expect, wait=mbarrier_wait
-    )  # fmt: skip
-    tma = module(
-        "tma", async_copy_global_to_shared=tma_in, async_copy_shared_to_global=tma_out, store_wait=tma_store_wait
-    )  # fmt: skip
-    hopper: dict[str, Any] = dict(mbarrier=mbarrier, tma=tma, fence_async_shared=lambda: None)
-    hopper |= dict(warpgroup_mma=warpgroup_mma, warpgroup_mma_wait=lambda outstanding, deps: deps[0])
+    barriers = dict(MBarrierLayout=Layout, init=mbarrier_init, expect=mbarrier_expect, wait=mbarrier_wait)
+    tma = dict(async_copy_global_to_shared=tma_in, async_copy_shared_to_global=tma_out, store_wait=tma_store_wait)
+    hopper: dict[str, Any] = dict(mbarrier=module("mbarrier", **barriers), tma=module("tma", **tma))
+    hopper |= dict(fence_async_shared=lambda: None, warpgroup_mma=warpgroup_mma)
+    hopper |= dict(warpgroup_mma_wait=lambda outstanding, deps: deps[0])
     root, same = "triton.experimental", lambda function: function
     gluon = module("gluon", jit=same, constexpr_function=same, language=gl)
     return {
