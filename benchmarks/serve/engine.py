@@ -173,7 +173,7 @@ def drafts(model: K3, words: int, settings: dict[str, Any], count: int, crowd: i
     cases = [(1, kind) for kind in ("one word", "circles of 17", "circles of 150", "one of two", "random")]
     for case, (streams, kind) in enumerate([*cases, (crowd, "circles of 17"), (crowd, "random")], 1):
         write_text(model, head, embed, kind)
-        temperature = {"random": 1.0, "one of two": 0.25}.get(kind, 0.0)
+        temperature = {"random": 1.0, "one of two": 0.02}.get(kind, 0.0)
         params = SamplingParams(max_tokens=count, temperature=temperature, seed=1, ignore_eos=True)
         found = {}
         for drafter, engine in engines.items():

@@ -47,6 +47,12 @@ class Chain:
             self._grow(whole)
         return self._next(position - rest, position) if rest else self._hashes[whole]
 
+    def agreement(self, position: int, ids: Sequence[int]) -> int:
+        """How many of `ids` stand from `position` on, the next picture excepted: its ids do not say which one it is."""
+        stop = min([len(self.ids), *(first for first, end, _ in self._pictures if end > position)])
+        mine = self.ids[position : max(stop, position)]
+        return next((n for n, (a, b) in enumerate(zip(mine, ids, strict=False)) if a != b), min(len(mine), len(ids)))
+
     def boundaries(self, position: int) -> list[bytes]:
         """`at` of every boundary up to a position, from 0 on."""
         self.at(position)

@@ -49,14 +49,14 @@ class Holding:
 
 @dataclass(frozen=True)
 class Admission:
-    """copies: to be carried out before the sequence runs; clear: pages of a state that begins with zeros; seen: how far
-    the prompt was there before."""
+    """copies: to be carried out before the sequence runs; clear: pages of a state that begins with zeros; fork: how far
+    the prompt was there before, where that is worth a checkpoint."""
 
     holding: Holding
     resumed: int
     copies: tuple[Copy, ...]
     clear: tuple[int, ...]
-    seen: int
+    fork: int
 
 
 @dataclass
@@ -155,7 +155,7 @@ class PrefixCache:
             self._count(len(chain), match, inside.resumed, seen, checkpointed)
         self._supersede(chain, match.resumed)
         clear = holding.state if match.resumed == 0 else ()
-        return Admission(holding, match.resumed, tuple(copies), clear, seen)
+        return Admission(holding, match.resumed, tuple(copies), clear, self._fork(chain, match.resumed, seen))
 
     def _take_in(self, chain: Chain, match: Match) -> tuple[Holding, list[Copy]] | None:
         """Pin, allocate, and say what must be copied; all or nothing."""
@@ -218,6 +218,15 @@ class PrefixCache:
             if was:
                 return seen, position
         return seen, 0
+
+    def _fork(self, chain: Chain, resumed: int, seen: int) -> int:
+        """Where a sequence leaves what was seen before, and further than it can go on; 0: nowhere. Where ends are exact
+        so are forks, if that is an eighth of a unit or more."""
+        if self.retention.exact and seen:
+            exact = min(seen + chain.agreement(seen, self.store.unit(chain.at(seen))), len(chain) - 1)
+            if exact - max(seen, resumed) > self.unit // 8:
+                return exact
+        return seen if seen > resumed else 0
 
     def _count(self, length: int, match: Match, inside: int, seen: int, checkpointed: int) -> None:
         counts, b = self.counts, match.resumed
@@ -297,6 +306,8 @@ class PrefixCache:
                 self.store.file(holding.latents[place], holding.chain.at(position))
             for position in boundaries:
                 self.store.note(holding.chain.at(position))
+                if self.retention.exact:
+                    self.store.note_unit(holding.chain.at(position - u), holding.chain.ids[position - u : position])
         holding.registered = max(holding.registered, length)
 
     def _land(self, holding: Holding, entry: Entry) -> None:

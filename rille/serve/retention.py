@@ -8,7 +8,8 @@ Positions are rounded down to the hash unit u.
     turn end          one that moves along with the reply; the last boundary before its end stays
     forks             where this prompt leaves what was seen before: at the second sighting (Marconi, arXiv 2411.19379)
     intervals         every so many tokens of a long prompt
-    exact ends        not rounded: L-1 of a prompt, for the same one again, and where a reply ended, for the next turn
+    exact ends        not rounded: L-1 of a prompt, for the same one again, where a reply ended, for the next turn, and
+                      where prompts part
 
 Source: Kimi K3 report section 5.4.
 """
@@ -46,7 +47,7 @@ class Retention:
         if self.marks:
             wanted |= {mark // unit * unit for mark in marks}
         if self.forks:
-            wanted.add(fork // unit * unit)
+            wanted.add(fork if self.exact else fork // unit * unit)
         if self.exact and self.prompt_end and length > unit:
             wanted.add(length - 1)
         if self.interval:

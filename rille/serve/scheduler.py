@@ -294,7 +294,7 @@ class Scheduler:
         sequence.holding, sequence.parked_at = admission.holding, None
         sequence.copies, sequence.clear = admission.copies, admission.clear
         sequence.cached = admission.resumed if sequence.cached is None else sequence.cached
-        sequence.fork = admission.seen if admission.seen > admission.resumed else 0
+        sequence.fork = admission.fork
         sequence.stops = self.cache.retention.positions(
             sequence.num_prompt, admission.resumed, self.cache.unit, sequence.request.marks, sequence.fork
         )

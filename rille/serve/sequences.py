@@ -19,7 +19,7 @@ from rille.serve.schema import Request
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """order: when it came, among all. stops: boundaries of the prompt that leave a checkpoint; fork: the one among them
+    """order: when it came, among all. stops: places in the prompt that leave a checkpoint; fork: the one among them
     where others went another way. drafts: tokens to verify in the next step. copies, clear: what must happen to its
     pages before its next step. cached: tokens of the prompt that were there when it first ran, None before. parked_at:
     tokens that it had consumed when it was copied out. num_refusals: steps in which there was no memory for it. leader:

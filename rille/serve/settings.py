@@ -33,8 +33,9 @@ class EngineConfig:
     ends and where prompts part."""
 
     exact_ends: bool = True
-    """Keep the state also before the last token of a prompt and where a reply ended, whatever the hash unit: the same
-    prompt again, or the next turn, costs no part of a unit. Not with deterministic."""
+    """Keep the state also before the last token of a prompt, where a reply ended and where prompts part, whatever the
+    hash unit: the same prompt again, the next turn, or another one behind the same beginning costs no part of a unit.
+    Not with deterministic."""
 
     host_gib: float = 0.0
     """Pages that are evicted go to so much host memory and come back from there. Half of it is for sequences that are

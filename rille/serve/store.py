@@ -9,8 +9,9 @@ without what lies before it.
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
@@ -48,6 +49,9 @@ class Watcher(Protocol):
         ...
 
 
+KEPT_IDS = 1 << 20  # of units that were passed, to see where others leave them: 8 MiB
+
+
 class Store:
     """Entries by hash, over a pool. tier: where evicted ones go. remember: boundaries that are known after their pages
     are gone."""
@@ -62,7 +66,8 @@ class Store:
         self._serial, self._now = count(), 0
         self._seen: OrderedDict[bytes, bool] = OrderedDict()
         self._ends: OrderedDict[bytes, list[int]] = OrderedDict()
-        self._remember = remember
+        self._units: OrderedDict[bytes, array[int]] = OrderedDict()
+        self._num_ids, self._remember = 0, remember
 
     @property
     def available(self) -> int:
@@ -126,6 +131,17 @@ class Store:
     def ends(self, key: bytes) -> list[int]:
         """How far behind this boundary, but before the next one, there may be checkpoints; the farthest first."""
         return self._ends.get(key, [])
+
+    def note_unit(self, key: bytes, ids: array[int]) -> None:
+        """Remember what stood behind this boundary."""
+        self._num_ids += len(ids) - len(self._units.pop(key, ()))
+        self._units[key] = ids
+        while self._num_ids > KEPT_IDS:
+            self._num_ids -= len(self._units.popitem(last=False)[1])
+
+    def unit(self, key: bytes) -> Sequence[int]:
+        """What stood behind this boundary last, up to the next one, as far as is remembered."""
+        return self._units.get(key, ())
 
     # --- using ---
 
@@ -213,6 +229,8 @@ class Store:
         self.tier = tier
         self._seen.clear()
         self._ends.clear()
+        self._units.clear()
+        self._num_ids = 0
 
 
 def _name(key: bytes, is_state: bool) -> bytes:

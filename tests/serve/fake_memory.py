@@ -112,7 +112,7 @@ class FakeEngine:
         admission = self.admit(ids, **rest)
         assert admission is not None, "no room"
         holding, b = admission.holding, admission.resumed
-        fork = admission.seen if admission.seen > b else 0
+        fork = admission.fork
         stops = self.cache.retention.positions(len(ids), b, self.cache.unit, marks, fork)
         for stop in sorted({*stops, len(ids)}):
             save = stop in stops

@@ -263,6 +263,50 @@ def test_forks_are_kept_at_the_second_sighting():
     assert [engine.serve(common + ids(30, seed=n)) for n in (1, 2, 3, 4)] == [0, 0, 80, 80]
 
 
+def exact_forks(**rest):
+    retention = Retention(prompt_end=False, turn_end=False, interval=0, exact=True)
+    return FakeEngine(**{"num_pages": 200, "page_tokens": 24, "unit": 48, "retention": retention, **rest})
+
+
+@pytest.mark.parametrize("common", [48, 49, 53, 54, 55, 80, 95, 96, 97, 191])
+@pytest.mark.parametrize("page_tokens", [16, 24, 100])
+def test_exact_forks_cost_no_part_of_a_unit(common, page_tokens):
+    """Parts of an eighth of a unit are not worth a place of their own."""
+    engine = exact_forks(page_tokens=page_tokens)
+    prompts = [ids(common) + [n, *ids(100, seed=n)] for n in (1, 2, 3, 4)]
+    least = common if common % 48 > 6 else common // 48 * 48
+    assert [engine.serve(prompt) for prompt in prompts] == [0, 0, least, least]
+    assert engine.cache.store.num_states == 1
+    audit(engine.cache, [])
+
+
+def test_an_exact_fork_is_no_deeper_than_what_is_known_to_agree():
+    """The end of a prompt, a picture, what is remembered."""
+    engine = exact_forks()
+    engine.serve(ids(200))
+    engine.serve(ids(90))
+    assert engine.serve(ids(200)) == 89
+    chain = Chain(ids(100), 48, pictures=((70, 80, "ab"),))
+    assert chain.agreement(48, ids(100)[48:96]) == 22 and chain.agreement(72, ids(100)[72:96]) == 0
+    assert chain.agreement(80, ids(100)[80:96]) == 16 and chain.agreement(90, ids(200)[90:]) == 10
+    assert chain.agreement(48, []) == 0
+    engine.cache.store.clear()
+    engine.serve(ids(90))
+    assert engine.serve(ids(90)) == 0
+
+
+def test_units_that_were_passed_are_forgotten_in_time(monkeypatch):
+    monkeypatch.setattr("rille.serve.store.KEPT_IDS", 100)
+    engine = exact_forks()
+    engine.serve(ids(300))
+    store = engine.cache.store
+    assert store._num_ids == 96 == sum(map(len, store._units.values()))
+    chain = Chain(ids(300), 48)
+    assert [list(store.unit(chain.at(n))) for n in (144, 192, 240)] == [[], *(ids(300)[n : n + 48] for n in (192, 240))]
+    store.clear()
+    assert store._num_ids == len(store._units) == 0
+
+
 def test_the_moving_checkpoint_of_a_reply_never_evicts_anything_for_good():
     """A long reply has one checkpoint at a time, and it cannot be evicted or found stale while the reply goes on."""
     engine = FakeEngine(40, retention=Retention(interval=0))
