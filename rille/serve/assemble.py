@@ -10,7 +10,7 @@ from rille.model.checkpoint import load_model
 from rille.model.locate import find_checkpoint
 from rille.model.model import K3
 from rille.model.packed import has_packed_experts
-from rille.serve.graphs import DecodeGraphs
+from rille.serve.graphs import SIZES, DecodeGraphs
 from rille.serve.limits import SchedulerConfig
 from rille.serve.paged import Pages, layout_of
 from rille.serve.prefix import PrefixCache
@@ -102,4 +102,5 @@ def new_graphs(model: K3, pages: Pages, scheduler: Scheduler, config: EngineConf
     pages.clear(spare)
     most = config.draft_length if config.drafter == "ngram" and can_try(model) else 0
     scheduler.takes_copies = not most
-    return DecodeGraphs(model, pages, spare[0], scheduler.longest, most_drafts=most)
+    sizes = [size for size, less in zip(SIZES, (0, *SIZES), strict=False) if less < config.max_running]
+    return DecodeGraphs(model, pages, spare[0], scheduler.longest, sizes, most)

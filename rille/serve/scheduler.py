@@ -172,9 +172,9 @@ class Scheduler:
         assert holding is not None
         if budget < 1 or not self._make_room(sequence, holding.length + 1, step):
             return 0
-        # A step must not pass a boundary: the state there could not be kept.
-        until = holding.length // self.cache.unit * self.cache.unit + self.cache.unit - holding.length - 1
-        room = min(until, budget - 1, sequence.longest - len(sequence.chain) - 1)
+        room = min(budget - 1, sequence.longest - len(sequence.chain) - 1)
+        if not self.cache.retention.exact:  # a step must not pass a boundary: the state there could not be kept
+            room = min(room, self.cache.unit - holding.length % self.cache.unit - 1)
         drafts, scratch = sequence.drafts[: max(room, 0)], None
         if drafts and self.cache.extend(holding, holding.length + 1 + len(drafts)):
             scratch = self.cache.store.allocate(self.cache.groups if self.takes_copies else 0)

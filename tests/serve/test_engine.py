@@ -68,13 +68,14 @@ def test_what_is_reused_changes_nothing(model, exact):
     assert cached == ([0, 149, 199, 249] if exact else [0, 128, 192, 192])
 
 
-def test_prompts_that_part_share_their_beginning(model):
-    served = engine(model)
+@pytest.mark.parametrize("exact", [True, False])
+def test_prompts_that_part_share_their_beginning(model, exact):
+    served = engine(model, exact_ends=exact)
     common = prompt(150)
     prompts = [common + prompt(100, seed=n) for n in range(4)]
     results = [served.generate([ids], GREEDY)[0][0] for ids in prompts]
     assert [one.tokens for one in results] == [alone(model, ids) for ids in prompts]
-    assert [one.usage.cached_tokens for one in results] == [0, 0, 128, 128]
+    assert [one.usage.cached_tokens for one in results] == [0, 0, *([150, 150] if exact else [128, 128])]
 
 
 @pytest.mark.parametrize("settings", [{}, {"host_gib": 0.01, "preemption": "offload"}, {"host_gib": 0.01}])
