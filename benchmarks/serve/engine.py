@@ -126,10 +126,10 @@ def conversations(engine: Engine, words: int, chats: int, turns: int, grows: int
 
 
 def speed(engine: Engine, words: int, params: SamplingParams, streams: int) -> dict[str, float]:
-    """Tokens a second of all streams behind their first two tokens, the best of three turns, and what its drafts did.
+    """Tokens a second of all streams behind their first two tokens, the better of two turns, and what its drafts did.
     Before the clock every recording is made that the text may need: once with every guess run, once as ever."""
     turns, odds = [], engine._stepper.odds
-    for turn in range(5):
+    for turn in range(4):
         odds.fixed = turn == 0
         prompts = [ids(100, words, 3 + n) for n in range(streams)]
         handles = [engine.submit(Request(prompt=prompt, params=params)) for prompt in prompts]
