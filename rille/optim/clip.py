@@ -1,8 +1,8 @@
 """Clipping by the norm of the whole gradient: g = g * min(1, limit / |g|), |g| over all parameters together.
 
-Gradients of one dtype are normed and scaled together, in a few launches for all of them and not two for each. Scaling
-takes the product that PyTorch's own gradient scaler uses: fp32 inside and rounded once, where `_foreach_mul_` of 16-bit
-gradients by an fp32 factor falls back to one launch for each.
+Gradients of one dtype are normed together, in a few launches for all of them. Scaling is one launch for each: PyTorch's
+product of many tensors takes 16-bit gradients with an fp32 factor one by one, and its gradient scaler's takes no bf16 on
+a GPU.
 """
 
 from __future__ import annotations
@@ -30,19 +30,11 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], limit: float) -> Te
         alike.setdefault(gradient.dtype, []).append(gradient)
     norm = torch.linalg.vector_norm(torch.stack([x for dtype, group in alike.items() for x in _norms(group, dtype)]))
     scale = (limit / norm).clamp(max=1.0)
-    for group in alike.values():
-        _scale(group, scale)
+    for gradient in gradients:
+        gradient.mul_(scale)
     return norm
 
 
 def _norms(gradients: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """The norm of each, in fp32 or float64."""
     return list(torch._foreach_norm(gradients, 2, torch.promote_types(torch.float32, dtype)))  # pyright: ignore[reportPrivateImportUsage, reportCallIssue]
-
-
-def _scale(gradients: list[Tensor], scale: Tensor) -> None:
-    if gradients[0].dtype == torch.float64:
-        torch._foreach_mul_(gradients, scale)  # pyright: ignore[reportPrivateImportUsage]
-    else:
-        ignored = torch.zeros((), device=scale.device)  # becomes 1 where a gradient is not finite; the norm says it
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, ignored, scale.float())  # pyright: ignore[reportPrivateImportUsage]
