@@ -1,8 +1,8 @@
 """Clipping by the norm of the whole gradient: g = g * min(1, limit / |g|), |g| over all parameters together.
 
-Gradients of one dtype are normed together, in a few launches for all of them. Scaling is one launch for each: PyTorch's
-product of many tensors takes 16-bit gradients with an fp32 factor one by one, and its gradient scaler's has no bf16 on a
-GPU.
+Gradients of one dtype are normed together, in a few launches for all of them. Scaling is one launch for each:
+PyTorch's product of many tensors takes 16-bit gradients with an fp32 factor one by one too, and its gradient scaler's
+has no bf16 on a GPU.
 """
 
 from __future__ import annotations

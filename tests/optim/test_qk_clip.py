@@ -24,10 +24,11 @@ def loud_layer(q_rank: int | None) -> MLA:
 
 def queries_keys_values(layer: MLA, x_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As the layer makes them: [N, H, K] twice and [N, H, V]."""
-    latent = layer._latents(x_ND)
+    first, *_ = layer._read_together()
+    latent = layer._latents(x_ND @ layer.kv_down.T)
     kv = (latent[:, :16] @ layer.kv_up.T).unflatten(-1, (2, 32))
     shared = latent[:, None, 16:].expand(-1, 2, -1)
-    return layer._queries(x_ND), torch.cat([kv[..., :16], shared], -1), kv[..., 16:]
+    return layer._queries(x_ND @ first.T), torch.cat([kv[..., :16], shared], -1), kv[..., 16:]
 
 
 @torch.no_grad()
