@@ -8,7 +8,8 @@ everything that is timed later is compiled into one cache, fla with all settings
 Second half, one process after another and nothing beside it: forward, forward and backward, decode, verify,
 convolution, the most important first. Ours and fla are called in turn in one process; fla chooses its settings before
 its time is taken (with shorter measurements than it would by itself, 25 ms each). --studies adds single kernels,
-settings that were not chosen, and other numbers of segments. Each row is appended to FOLDER/rows.jsonl at once,
+settings that were not chosen, and other numbers of segments. Jobs of the second half that --only names bring those of
+the first that compile for them. Each row is appended to FOLDER/rows.jsonl at once,
 FOLDER/log.txt has what the processes printed, FOLDER/kda.json everything. The table comes last. A gate that fails is
 named, and the run ends with 1; so does one that did not come to its end.
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,7 +34,7 @@ from typing import Any
 
 import torch
 from kda_parts.backward import pair
-from kda_parts.jobs import Options, first_half, second_half
+from kda_parts.jobs import Options, compilers_of, first_half, second_half
 
 COMPILERS = 16  # processes of the first half at a time
 
@@ -73,6 +75,12 @@ def chosen(jobs: Iterable[str], words: str, studies: bool) -> list[str]:
     return [name for name in jobs if studies or not name.startswith("study")]
 
 
+def with_compilers(words: str, timed: list[str]) -> str:
+    """Words that choose from the first half what `words` does and what compiles for the jobs `timed`; none, all."""
+    wanted = [word for name in timed for word in compilers_of(name)]
+    return ",".join([words, *wanted]) if words else words
+
+
 def run_first_half(names: list[str], options: Options, scratch: Path, seconds: float) -> list[str]:
     """As many at once as COMPILERS; those that have not finished in time are stopped."""
     waiting, running, failures = names, list[Child](), list[str]()
@@ -106,8 +114,10 @@ def run_second_half(names: list[str], options: Options, scratch: Path, limit: fl
         try:
             child.process.wait(min(seconds, left))
         except subprocess.TimeoutExpired:
+            print(f"         {name}: stopped after {min(seconds, left):.0f} s", flush=True)
+        finally:  # also where this run is asked to end
             child.stop()
-        child.finish(options)
+            child.finish(options)
         if late := compiled_kernels() - before:
             print(f"         {late} kernels were compiled only there: most of its time", flush=True)
 
@@ -137,9 +147,11 @@ def run_all(options: Options, seconds: float, only: str, studies: bool) -> list[
     for name in ("rows.jsonl", "log.txt", "errors.jsonl"):
         (options.folder / name).unlink(missing_ok=True)
     os.environ.setdefault("TRITON_CACHE_DIR", str(scratch / "compiled"))
-    failures = run_first_half(chosen(first_half(options.with_fla), only, studies), options, scratch, 0.45 * seconds)
+    timed = chosen(second_half(), only, studies)
+    first = chosen(first_half(options.with_fla), with_compilers(only, timed), studies)
+    failures = run_first_half(first, options, scratch, 0.45 * seconds)
     print(f"{time.time() - started:5.0f} s  first half", flush=True)
-    run_second_half(chosen(second_half(), only, studies), options, scratch, started + seconds)
+    run_second_half(timed, options, scratch, started + seconds)
     rows = [json.loads(line) for line in read(options.folder / "rows.jsonl").splitlines()]
     errors = [json.loads(line) for line in read(options.folder / "errors.jsonl").splitlines()]
     report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d %H:%M")}
@@ -167,6 +179,7 @@ def main() -> None:
     options = Options(arguments.out, not arguments.no_fla and find_spec("fla") is not None)
     options.folder.mkdir(parents=True, exist_ok=True)
     if not arguments.job:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside; rows so far are in rows.jsonl"))
         failures = run_all(options, arguments.seconds, arguments.only, arguments.studies)
     else:
         jobs = first_half(options.with_fla) | {name: job for name, (job, _) in second_half().items()}

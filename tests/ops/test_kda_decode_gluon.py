@@ -17,18 +17,14 @@ from tests.ops.test_kda_decode import CASES, assert_pools_close, at, make_inputs
 PROGRAMS = 3  # that share the heads of all rows: each has several, and not always the same head
 
 
-@pytest.fixture(params=["resident", "resident, early", "shuffles", "one each"])
+@pytest.fixture(params=["late", "early"])
 def kernels(request, monkeypatch):
-    """decode and verify launch the Gluon kernels on CPU tensors; copies of verify read late or early."""
+    """decode and verify launch the Gluon kernels on CPU tensors; copies of verify arrive late or early."""
     decode, verify = gluon_on_cpu.kernels_of(decode_gluon, verify_gluon)
-    one_each = SimpleNamespace(decode=Kernel(decode.decode), verify=Kernel(decode.verify))
-    resident = SimpleNamespace(verify=Kernel(verify.verify, request.param.endswith("early"), PROGRAMS))
-    monkeypatch.setattr(decode_launch, "decode_gluon", one_each)
-    monkeypatch.setattr(decode_launch, "verify_gluon", resident)
+    staying = Kernel(verify.verify, request.param == "early", PROGRAMS)
+    monkeypatch.setattr(decode_launch, "decode_gluon", SimpleNamespace(decode=Kernel(decode.decode)))
+    monkeypatch.setattr(decode_launch, "verify_gluon", SimpleNamespace(verify=staying))
     monkeypatch.setattr(interface, "obstacle", lambda *_: None)
-    if request.param != "one each":
-        spread, shuffles = decode_launch.verify_resident, request.param == "shuffles"
-        monkeypatch.setattr(decode_launch, "verify_spread", lambda *sizes: spread(*sizes)._replace(shuffles=shuffles))
 
 
 @pytest.mark.parametrize("sizes", CASES, ids=str)
@@ -73,10 +69,20 @@ def test_slots_at_odd_places_are_refused(kernels):
     layer = make_layer()
     pools = make_pools(layer)
     shifted = torch.empty(pools.tails.numel() + 1)[1:].view_as(pools.tails).copy_(pools.tails)
-    if decode_launch.verify_spread(16, 32).resident:
-        odd = interface.Pools(pools.states, shifted, pools.past)
-        with pytest.raises(ValueError, match="tails must start at multiples of 16 bytes"):
-            kda_verify(make_inputs(layer, 1, 2), layer, odd, torch.tensor([0]), torch.tensor([0]), backend="gluon")
+    odd = interface.Pools(pools.states, shifted, pools.past)
+    with pytest.raises(ValueError, match="tails must start at multiples of 16 bytes"):
+        kda_verify(make_inputs(layer, 1, 2), layer, odd, torch.tensor([0]), torch.tensor([0]), backend="gluon")
+    with pytest.raises(ValueError, match="tails must start at multiples of 16 bytes"):
+        kda_commit(layer, odd, torch.tensor([0]), torch.tensor([0]), backend="gluon")
+
+
+@pytest.mark.parametrize("W", [1, 4])
+def test_pools_made_whole_lie_right(W):
+    """At the smallest sizes, and the first slots of them alone, as the engine takes them."""
+    layer = make_layer(H=1, K=16, V=16, W=W)
+    states, tails = torch.empty(3, 1, 16, 16), torch.empty(3, W - 1, 48, dtype=torch.bfloat16)
+    past = interface.Remembered.new(3, 1, layer, torch.bfloat16)
+    decode_launch.check_slots(*(x[:2] for x in (states, tails, past.qkv, past.z, past.u)))
 
 
 def spaced_states(pools, gap):
@@ -104,9 +110,8 @@ def test_states_with_gaps_between_slots(kernels):
 def test_states_that_are_no_table_are_refused(kernels):
     layer = make_layer(K=64)
     apart, _ = spaced_states(make_pools(layer), 32)
-    if decode_launch.verify_spread(64, 32).resident:
-        with pytest.raises(ValueError, match="a multiple of 64 apart"):
-            kda_verify(make_inputs(layer, 1, 2), layer, apart, *torch.zeros(2, 1, dtype=torch.int64), backend="gluon")
+    with pytest.raises(ValueError, match="a multiple of 64 apart"):
+        kda_verify(make_inputs(layer, 1, 2), layer, apart, *torch.zeros(2, 1, dtype=torch.int64), backend="gluon")
 
 
 def test_inputs_at_odd_places(kernels):

@@ -126,12 +126,9 @@ def compile_fla(group: str, share: int) -> list[str]:
 def compile_decode() -> list[str]:
     for B in (1, 32, 128):
         decode.Bench(B, 0, count=1).decode()
-    decode.Bench(32, 8, count=1).verify(8)
-    return []
-
-
-def compile_residents(way: str) -> list[str]:
-    decode.measure_sections(decode.Bench(32, 8, count=1), way, 8)
+    bench = decode.Bench(32, 8, count=1)
+    bench.verify(8)
+    decode.measure_sections(bench, 8)
     return []
 
 
@@ -248,8 +245,7 @@ def time_decode(options: Options) -> None:
         append(options, "verify", row)
     bench = decode.Bench(32, 8, count=4)
     for accepted in (8, 4, 0):
-        for way in decode.WAYS:
-            append(options, "sections", decode.measure_sections(bench, way, accepted))
+        append(options, "sections", decode.measure_sections(bench, accepted))
     if options.with_fla:
         for B in (32, 1, 128):
             append(options, "fla decode", {"work": f"decode B{B}", "fla": decode.Bench(B).fla()})
@@ -265,12 +261,11 @@ def time_stages(options: Options) -> None:
         append(options, "stages", {"work": name, **times})
 
 
-def time_kernels(options: Options) -> None:
-    """Each kernel of a call with its backward pass, for both gates."""
-    for work in (TRAIN["H96 T8192"], backward.SOFTPLUS):
-        case = backward.draw(work)
-        times = {"train": backward.median_ms(case.ours)} | backward.measure_stages(case, variants=False)
-        append(options, "kernels", {"work": work.name, **times})
+def time_kernels(work: backward.Work, options: Options) -> None:
+    """Each kernel of a call with its backward pass."""
+    case = backward.draw(work)
+    times = {"train": backward.median_ms(case.ours)} | backward.measure_stages(case, variants=False)
+    append(options, "kernels", {"work": work.name, **times})
 
 
 def time_segments(options: Options) -> None:
@@ -290,12 +285,10 @@ def first_half(with_fla: bool) -> dict[str, Job]:
         for share in range(SETTINGS):
             jobs[f"fla {group} {share}"] = lambda _, g=group, s=share: compile_fla(g, s)
     jobs |= {f"gate backward {share}": lambda _, s=share: gate_backward(s) for share in range(2)}
-    checks = {"shapes": decode.check_shapes, "kinds": decode.check_kinds}
     names = list(decode.GATE_CASES)
-    for share, cases in (("a", names[:2]), ("b", names[2:4]), ("c", names[4:]), ("kinds", [])):
-        checks[f"resident {share}"] = partial(decode.check_residents, tuple(cases))
-    for share, cases in (("shapes", ["K128 V128", "K128 V256"]), ("kinds", [])):
-        checks[f"resident shuffles {share}"] = partial(decode.check_residents, tuple(cases), "shuffles")
+    checks = {"kinds": decode.check_kinds}
+    for i, share in enumerate("abc"):
+        checks[share] = partial(decode.check_shapes, tuple(names[2 * i : 2 * i + 2]))
     jobs |= {f"gate decode {name}": lambda _, c=check: gate_decode(c) for name, check in checks.items()}
     jobs |= {"gate segments": lambda _: gate_segments(), "gate forward": lambda _: gate_forward()}
     jobs |= {f"ours {group}": lambda _, g=group: compile_ours(g) for group in GROUPS}
@@ -303,7 +296,6 @@ def first_half(with_fla: bool) -> dict[str, Job]:
     jobs |= {f"errors {work.name}": partial(beside_fla, work) for work in backward.BESIDE_FLA}
     jobs |= {"ours softplus": lambda _: compile_softplus()}
     jobs |= {"gate conv": lambda _: gate_conv(), "decode kernels": lambda _: compile_decode()}
-    jobs |= {f"decode kernels {way}": lambda _, w=way: compile_residents(w) for way in decode.WAYS}
     jobs |= {"study kernels stages": lambda _: compile_stages()}
     return jobs | {f"study kernels {name}": lambda _, n=name: compile_segments(n) for name in SPLIT_WORKS}
 
@@ -314,5 +306,19 @@ def second_half() -> dict[str, tuple[Job, int]]:
     for group, seconds in (("H96", 110), ("H64", 40), ("H16", 110), ("H12", 70)):
         jobs[f"time {group}"] = partial(time_group, group), seconds
         if group == "H64":
-            jobs |= {"time decode": (time_decode, 50), "time conv": (time_conv, 25), "time kernels": (time_kernels, 60)}
+            jobs |= {"time decode": (time_decode, 50), "time conv": (time_conv, 25)}
+            jobs["time kernels"] = partial(time_kernels, TRAIN["H96 T8192"]), 40
+    jobs["time softplus kernels"] = partial(time_kernels, backward.SOFTPLUS), 60
     return jobs | {"study stages": (time_stages, 40), "study segments": (time_segments, 60)}
+
+
+def compilers_of(name: str) -> list[str]:
+    """Beginnings of the jobs of the first half that compile what a job of the second half runs: what is compiled there
+    instead takes longer than all that it times."""
+    special = {
+        "time decode": ["decode kernels"], "time conv": ["gate conv"], "time kernels": ["ours H96"],
+        "time softplus kernels": ["ours softplus"], "study stages": ["ours H96", "study kernels stages"],
+        "study segments": ["study kernels H"],
+    }  # fmt: skip
+    _, _, group = name.partition(" ")
+    return special.get(name, [f"ours {group}", f"fla {group}"])

@@ -11,8 +11,8 @@ a replay is two operations an element, S <- S diag(alpha) + u k^T, without a pro
     call n    replay accepted of n-1, store S and conv tail; run k new tokens, remember them, discard their S
 
 Equations: `reference.py`, `conv/reference.py`, `norm/reference.py`; the composition: `decode_reference.py`; kernels:
-`decode_gluon.py` on a GPU, `decode_kernels.py` the twin that the interpreter runs. Replay after Kimi K3 report section
-5.
+`decode_gluon.py` and `verify_gluon.py` on a GPU, `decode_kernels.py` their twins that the interpreter runs. Replay
+after Kimi K3 report section 5.
 
 Suffixes: B rows of the batch, T tokens of a row, H heads, K key channels, V value channels, C = 2HK + HV channels of
 the convolution, W its taps, P remembered tokens of a slot.
@@ -81,7 +81,9 @@ class Remembered:
 @dataclass(frozen=True, eq=False)
 class Pools:
     """What the layer remembers of each slot: states fp32 [slots, H, V, K]; tails [slots, W-1, C], oldest first, in the
-    inputs' dtype; axis 0 of either with any stride; `past` where verify is used."""
+    inputs' dtype; axis 0 of either with any stride; `past` where verify is used. On a GPU verify and commit copy slots
+    16 bytes at a time and states by TMA: a pool starts at a multiple of 16 bytes, its slots lie a multiple of 16
+    elements apart, those of states a multiple of K; pools that torch has made whole do. Others raise ValueError."""
 
     states: Tensor
     tails: Tensor

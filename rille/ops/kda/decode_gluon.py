@@ -1,13 +1,12 @@
-"""The decode and verify kernels for the card, in Gluon: `decode_kernels.py` with every layout chosen by hand.
+"""The decode kernel for the card, in Gluon: `decode_kernels.py` with every layout chosen by hand; and what the verify
+kernel (`verify_gluon.py`) has in common with it.
 
-One program is one head of one sequence. Its state [V, K] lies in registers, a row of V in LANES = 4 lanes, so that each
-of the two dot products of a row is 32 products inside a thread and 2 shuffles. Issue slots, not bytes, are what
-verifying many tokens runs out of; per token that leaves hardly more than the four products an element needs.
+One program is one head of one sequence. Its state [V, K] lies in registers, a row of V in LANES lanes (4 or 8).
 
     1  the loads of the state are issued
     2  all tokens at once: convolution, SiLU, decay; a thread has one channel of every token; to shared memory, where
        a warp normalises a token
-    3  token by token, without a word between the warps: S <- S diag(alpha), u, S <- S + beta u k^T, o to shared memory
+    3  token by token: S <- S diag(alpha), u, S <- S + beta u k^T, o to shared memory
     4  all tokens at once: the output's norm and gate; a warp has a token
 
 The interpreter has no Gluon; the twin in `decode_kernels.py` has the same equations, roundings and arguments.
@@ -20,10 +19,6 @@ from triton.experimental.gluon import language as gl
 
 # Triton 3.7 calls it `barrier`.
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
-
-# How the eight sums of a row meet: every lane of the row adds them all; one lane does, after a trip through shared
-# memory; one lane does, by shuffles that give away half of the rows at a time (eight lanes a row, eight rows a thread).
-EVERY_LANE, BY_MEMORY, BY_SHUFFLES = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
 # Shared memory without swizzling: a tile [T, N], and the same bytes as T rows of N.
 TILE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -61,12 +56,6 @@ def load_rows(pointer, channel_N, step: gl.constexpr, count, T: gl.constexpr):
         here_N = gl.full([channel_N.shape[0]], t, gl.int32, channel_N.type.layout) < count
         rows = rows + (gl.load(pointer + t * step + channel_N, mask=here_N),)
     return rows
-
-
-@gluon.jit
-def store_rows(pointer, channel_N, step: gl.constexpr, rows, count: gl.constexpr):
-    for t in gl.static_range(count):
-        gl.store(pointer + t * step + channel_N, rows[t])
 
 
 @gluon.jit
@@ -198,15 +187,13 @@ def partial_dots(S_VK, k_K, q_K, V: gl.constexpr, K: gl.constexpr):
 
 @gluon.jit
 def dots(S_VK, k_K, q_K, V: gl.constexpr, K: gl.constexpr, MEET: gl.constexpr):
-    """S k and S q, in the layout of the state's rows or (other than EVERY_LANE) one row a lane. A row's products are
-    added in one order whatever the layouts are, the eight sums by halves: decode and verify may lie differently and
-    agree bit for bit. Between the lanes of a row that takes three shuffles for each of a thread's rows; to have one
-    row a lane, less, and what follows is not repeated by every lane of a row."""
+    """S k and S q. A row's products are added in one order whatever the layouts are, the eight sums by halves: decode
+    and verify may lie differently and agree bit for bit. Every lane of a row adds the eight, in the layout of the
+    state's rows, three shuffles for each of a thread's rows; or they MEET in one lane, after a trip through shared
+    memory, which is less, and what follows is not repeated by every lane of a row."""
     k_sums, q_sums = partial_dots(S_VK, k_K, q_K, V, K)
-    if MEET == BY_MEMORY:
+    if MEET:
         return join_by_row(gl.join(k_sums, q_sums), V, min(8, K // 4))
-    elif MEET == BY_SHUFFLES:
-        return exchange(gl.join(k_sums, q_sums), V, min(8, K // 4))
     else:
         over_V: gl.constexpr = gl.SliceLayout(1, S_VK.type.layout)
         k_V = gl.convert_layout(gl.sum(k_sums, 1), over_V, assert_trivial=True)
@@ -226,49 +213,6 @@ def join_by_row(sums, V: gl.constexpr, parts: gl.constexpr):
     return first_V, gl.convert_layout(second_V, one_row, assert_trivial=True)
 
 
-@gluon.constexpr_function
-def half_given(level, num_warps, V):
-    """Layout of [V, 8 >> level, 2] for `exchange`: the highest bit of the parts is a thread's, and of that many rows
-    more a lane has one."""
-    shared = 2 - level  # bits of the parts that are still lanes', and of the rows that are still a thread's
-    registers = [[0, 0, 1]] + [[1 << i, 0, 0] for i in range(shared)] + [[0, 1 << shared, 0]]
-    lanes = [[0, 1 << i, 0] for i in range(shared)] + [[1 << i, 0, 0] for i in range(shared, 5)]
-    warps = [[32 << i, 0, 0] for i in range(num_warps.bit_length() - 1)]
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [V, 8 >> level, 2])
-
-
-@gluon.constexpr_function
-def half_shared(level, num_warps, V):
-    """Layout of [V] for `spread`: each of 2 << level lanes, which had a row each, has the rows of all."""
-    lanes = [[0] for _ in range(level + 1)] + [[1 << i] for i in range(level + 1, 5)]
-    warps = [[32 << i] for i in range(num_warps.bit_length() - 1)]
-    return gl.DistributedLinearLayout([[1 << i] for i in range(level + 1)], lanes, warps, [], [V])
-
-
-@gluon.jit
-def exchange(sums, V: gl.constexpr, parts: gl.constexpr):
-    """As `join_by_row`, by shuffles: of two lanes, each gives half of its rows for the other's sums of the rest."""
-    one_row: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 1], [32, 1], [gl.num_warps(), 1], [1, 0]))
-    for level in gl.static_range(3 if parts == 8 else 2):
-        sums = gl.convert_layout(sums, half_given(level, gl.num_warps(), V))
-        sums = gl.sum(sums.reshape([V, 2, parts >> (level + 1), 2]), 1)
-    first_V, second_V = gl.split(sums.reshape([V, 2]))
-    first_V = gl.convert_layout(first_V, one_row, assert_trivial=True)
-    return first_V, gl.convert_layout(second_V, one_row, assert_trivial=True)
-
-
-@gluon.jit
-def spread(u_V, S_VK, MEET: gl.constexpr):
-    """u where the rows of the state are."""
-    over_V: gl.constexpr = gl.SliceLayout(1, S_VK.type.layout)
-    if MEET == BY_SHUFFLES:
-        for level in gl.static_range(3):
-            u_V = gl.convert_layout(u_V, half_shared(level, gl.num_warps(), u_V.shape[0]))
-        return gl.convert_layout(u_V, over_V, assert_trivial=True)
-    else:
-        return gl.convert_layout(u_V, over_V)
-
-
 @gluon.jit
 def advance(S_VK, alpha_K, k_K, q_K, v_V, beta, per_k, per_q, kq, V: gl.constexpr, K: gl.constexpr, MEET: gl.constexpr):
     """One token: S, what it wrote (u), and o. Both products read the decayed state, so they do not wait for each
@@ -277,23 +221,8 @@ def advance(S_VK, alpha_K, k_K, q_K, v_V, beta, per_k, per_q, kq, V: gl.constexp
     said_V, read_V = dots(S_VK, k_K, q_K, V, K, MEET)
     error_V = beta * gl.fma(said_V, -per_k, v_V)
     u_V = error_V * per_k
-    return gl.fma(spread(u_V, S_VK, MEET)[:, None], k_K[None, :], S_VK), u_V, gl.fma(error_V, kq, read_V * per_q)
-
-
-@gluon.jit
-def draft(S_VK, t, tiles, past_u, y, H: gl.constexpr, V: gl.constexpr, K: gl.constexpr):
-    """S after new token t; its write goes to `past_u` and its o to `y`."""
-    over_K: gl.constexpr = gl.SliceLayout(0, S_VK.type.layout)
-    by_row: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 1], [32, 1], [gl.num_warps(), 1], [1, 0]))
-    S_VK, u_V, o_V = advance(
-        S_VK, row_of(tiles[0], t, over_K), row_of(tiles[1], t, over_K), row_of(tiles[2], t, over_K),
-        row_of(tiles[3], t, by_row), row_of(tiles[4], t, by_row), row_of(tiles[5], t, by_row),
-        row_of(tiles[6], t, by_row), row_of(tiles[7], t, by_row), V, K, BY_MEMORY,
-    )  # fmt: skip
-    v_V = t * (H * V) + gl.arange(0, V, layout=by_row)
-    gl.store(past_u + v_V, u_V)
-    gl.store(y + v_V, o_V.to(y.dtype.element_ty))
-    return S_VK
+    where_rows_are_V = gl.convert_layout(u_V, gl.SliceLayout(1, S_VK.type.layout))
+    return gl.fma(where_rows_are_V[:, None], k_K[None, :], S_VK), u_V, gl.fma(error_V, kq, read_V * per_q)
 
 
 @gluon.jit
@@ -336,40 +265,6 @@ def store_tail(tail, channel_N, x1_N, x2_N, x3_N, W: gl.constexpr, C: gl.constex
         gl.store(tail + (W - 3) * C + channel_N, x2_N)
     if W > 3:
         gl.store(tail + (W - 4) * C + channel_N, x3_N)
-
-
-@gluon.jit
-def stand_back(FIRST: gl.constexpr, CYCLES: gl.constexpr, H: gl.constexpr):
-    """Programs FIRST .. 2 FIRST - 1 wait at their start. Two programs share a multiprocessor, and those that start
-    together load together, compute together and store together: memory waits while they compute, and they wait for
-    memory. So the second on each multiprocessor starts later, and so does whatever follows in its place."""
-    program = gl.program_id(0) + H * gl.program_id(1)
-    if (program >= FIRST) & (program < 2 * FIRST):
-        wait: gl.constexpr = """{
-            .reg .u32 start, now; .reg .pred early;
-            mov.u32 start, %clock;
-        again: nanosleep.u32 100;
-            mov.u32 now, %clock; sub.u32 now, now, start; setp.lt.u32 early, now, $1;
-            @early bra again;
-            mov.u32 $0, now;
-        }"""
-        cycles = gl.full([32 * gl.num_warps()], CYCLES, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-        gl.inline_asm_elementwise(wait, "=r,r", [cycles], gl.int32, False, 1)
-
-
-@gluon.jit
-def past_row(past, tail, index, channel_N, W: gl.constexpr, C: gl.constexpr):
-    """An input of the committed past: row `index` of what was remembered, below 0 a row of the tail."""
-    return gl.load(gl.where(index >= 0, past + index * C, tail + (index + (W - 1)) * C) + channel_N)
-
-
-@gluon.jit
-def load_past(past, tail, count, channel_N, W: gl.constexpr, C: gl.constexpr):
-    """As `load_tail`, `count` tokens later."""
-    x1_N = past_row(past, tail, count - 1, channel_N, W, C) if W > 1 else channel_N
-    x2_N = past_row(past, tail, count - 2, channel_N, W, C) if W > 2 else x1_N
-    x3_N = past_row(past, tail, count - 3, channel_N, W, C) if W > 3 else x2_N
-    return x1_N, x2_N, x3_N
 
 
 @gluon.jit
@@ -434,111 +329,10 @@ def decode(
     S_VK, _, o_V = advance(
         S_VK, row_of(alpha_smem, 0, over_K), row_of(k_smem, 0, over_K), row_of(q_smem, 0, over_K),
         row_of(v_smem, 0, over_V), beta, row_of(scales[0], 0, over_V), row_of(scales[1], 0, over_V),
-        row_of(scales[2], 0, over_V), V, K, EVERY_LANE,
+        row_of(scales[2], 0, over_V), V, K, False,
     )  # fmt: skip
     gl.store(state_VK, S_VK)
     o_smem = gl.allocate_shared_memory(gl.float32, [1, V], TILE)
     as_rows(o_smem).index(0).store(o_V.to(y.dtype.element_ty).to(gl.float32))
     y_1V = gated_norm(o_smem.load(gate_1V.type.layout), gate_1V, weight_V, eps, V)
     gl.store(y + offsets, y_1V.to(y.dtype.element_ty), mask=here)
-
-
-@gluon.jit
-def verify(
-    qkv, z, b, gate, y, past_qkv, past_z, past_u, accepted, conv_weight, A_log, dt_bias, norm_weight,
-    tails, states, slots, lower_bound, eps,
-    tokens: gl.constexpr, past_tokens: gl.constexpr, qkv_row, z_row, b_row, gate_row, tail_slot, state_slot,
-    H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, W: gl.constexpr, BOUNDED: gl.constexpr, LANES: gl.constexpr,
-    FIRST: gl.constexpr, WAIT: gl.constexpr, LOG_T: gl.constexpr, LOG_P: gl.constexpr,
-):  # fmt: skip
-    """Grid (H, B). Commit, then try, as in the twin. Tiles have T = 2^LOG_T and P = 2^LOG_P rows."""
-    T: gl.constexpr = 1 << LOG_T
-    P: gl.constexpr = 1 << LOG_P
-    HK: gl.constexpr = H * K
-    HV: gl.constexpr = H * V
-    C: gl.constexpr = 2 * HK + HV
-    head, row = gl.program_id(0), gl.program_id(1).to(gl.int64)
-    count = gl.load(accepted + row).to(gl.int32)
-    slot = gl.load(slots + row).to(gl.int64)
-    y += row * tokens * HV + head * V
-    if slot < 0:
-        clear(y, tokens, T, V, HV)
-        return
-
-    if WAIT > 0:
-        stand_back(FIRST, WAIT, H)
-    # Everything small is asked for first: it is needed first.
-    count = gl.minimum(gl.maximum(count, 0), past_tokens)
-    line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    q_K = head * K + gl.arange(0, K, layout=line)
-    k_K = HK + q_K
-    v_V = 2 * HK + head * V + gl.arange(0, V, layout=line)
-    tail, past_qkv = tails + slot * tail_slot, past_qkv + slot * past_tokens * C
-    past_z, past_u = past_z + slot * past_tokens * HK, past_u + slot * past_tokens * HV + head * V
-    qkv, z, b = qkv + row * qkv_row, z + row * z_row, b + row * b_row + head
-    old_k, old_z = load_rows(past_qkv, k_K, C, count, P), load_rows(past_z, q_K, HK, count, P)
-    old_u = load_rows(past_u, gl.arange(0, V, layout=line), HV, count, P)
-    old1, old2, old3 = load_tail(tail, k_K, W, C)
-    xk, xv = load_rows(qkv, k_K, C, tokens, T), load_rows(qkv, v_V, C, tokens, T)
-    xq, z_rows = load_rows(qkv, q_K, C, tokens, T), load_rows(z, q_K, HK, tokens, T)
-    k1, k2, k3 = load_past(past_qkv, tail, count, k_K, W, C)
-    v1, v2, v3 = load_past(past_qkv, tail, count, v_V, W, C)
-    q1, q2, q3 = load_past(past_qkv, tail, count, q_K, W, C)
-    T_layout: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [gl.num_warps(), 1], [1, 0])
-    t_T1 = gl.arange(0, T, layout=gl.SliceLayout(1, T_layout))[:, None]
-    b_T1 = gl.load(b + t_T1 * H, mask=t_T1 < tokens, other=0.0).to(gl.float32)
-    rate, dt_bias_K = gl.exp(gl.load(A_log + head)), gl.load(dt_bias + q_K)
-
-    rows: gl.constexpr = max(1, V * LANES // (32 * gl.num_warps()))
-    S_layout: gl.constexpr = gl.BlockedLayout([rows, 4], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
-    over_K: gl.constexpr = gl.SliceLayout(0, S_layout)
-    over_V: gl.constexpr = gl.SliceLayout(1, S_layout)
-    state_VK = states + slot * state_slot + head * (V * K) + gl.arange(0, V, layout=over_V)[:, None] * K
-    state_VK += gl.arange(0, K, layout=over_K)[None, :]
-    S_VK = gl.load(state_VK)
-
-    barrier()  # tail and remembered inputs are read before they are written
-    if count > 0:
-        store_tail(tail, q_K, q1, q2, q3, W, C)
-        store_tail(tail, k_K, k1, k2, k3, W, C)
-        store_tail(tail, v_V, v1, v2, v3, W, C)
-    store_rows(past_qkv, k_K, C, xk, tokens)
-    store_rows(past_qkv, v_V, C, xv, tokens)
-    store_rows(past_qkv, q_K, C, xq, tokens)
-    store_rows(past_z, q_K, HK, z_rows, tokens)
-    k_past = gl.allocate_shared_memory(gl.float32, [P, K], TILE)
-    alpha_past = gl.allocate_shared_memory(gl.float32, [P, K], TILE)
-    u_past = gl.allocate_shared_memory(gl.float32, [P, V], TILE)
-    if count > 0:
-        k_past.store(short_conv(old_k, old1, old2, old3, load_taps(conv_weight + k_K * W, W), W, P, LOG_P))
-        alpha_past.store(decays(old_z, dt_bias_K, rate, lower_bound, BOUNDED, P, LOG_P))
-        u_past.store(stack(old_u, P, LOG_P))
-    k_TK = short_conv(xk, k1, k2, k3, load_taps(conv_weight + k_K * W, W), W, T, LOG_T)
-    k_smem = gl.allocate_shared_memory(gl.float32, [T, K], TILE, k_TK)
-    v_TV = short_conv(xv, v1, v2, v3, load_taps(conv_weight + v_V * W, W), W, T, LOG_T)
-    v_smem = gl.allocate_shared_memory(gl.float32, [T, V], TILE, v_TV)
-    q_TK = short_conv(xq, q1, q2, q3, load_taps(conv_weight + q_K * W, W), W, T, LOG_T)
-    q_smem = gl.allocate_shared_memory(gl.float32, [T, K], TILE, q_TK)
-    alpha_TK = decays(z_rows, dt_bias_K, rate, lower_bound, BOUNDED, T, LOG_T)
-    alpha_smem = gl.allocate_shared_memory(gl.float32, [T, K], TILE, alpha_TK)
-    beta_smem = gl.allocate_shared_memory(gl.float32, [T, 1], TILE, sigmoid(b_T1))
-    scales = new_scales(T)
-    store_scales(k_smem, q_smem, scales, T, K)
-
-    offsets, here, norm_V = outputs_of(tokens, T, V, HV)
-    gate_TV = gl.load(gate + row * gate_row + head * V + offsets, mask=here, other=0.0)
-    weight_V = gl.load(norm_weight + norm_V)
-    for t in range(count):
-        S_VK = write(S_VK, row_of(alpha_past, t, over_K), row_of(u_past, t, over_V), row_of(k_past, t, over_K))
-    if count > 0:
-        gl.store(state_VK, S_VK)
-    tiles = (alpha_smem, k_smem, q_smem, v_smem, beta_smem, scales[0], scales[1], scales[2])
-    for t in range(tokens - 1):
-        S_VK = draft(S_VK, t, tiles, past_u, y, H, V, K)
-    if tokens > 0:
-        draft(S_VK, tokens - 1, tiles, past_u, y, H, V, K)  # nobody needs the state after it
-    barrier()  # o stands in y: what other warps wrote there is read now, and overwritten when all have read
-    o_TV = gl.load(y + offsets, mask=here, other=0.0).to(gl.float32)
-    y_TV = gated_norm(o_TV, gate_TV, weight_V, eps, V)
-    barrier()
-    gl.store(y + offsets, y_TV.to(y.dtype.element_ty), mask=here)

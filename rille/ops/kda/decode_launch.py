@@ -20,23 +20,18 @@ if TYPE_CHECKING:
 
 class Spread(NamedTuple):
     """How one program's state lies in registers: over `num_warps` warps, a row of it over `lanes` lanes; `maxnreg`
-    makes room for one more program on an SM; `wait` (verify): cycles that the second program on each SM stands back,
-    for each replayed token, and twice that for each new one; `resident` (verify): programs that stay on each SM and
-    fetch ahead, 0 for one program a head of a sequence; `shuffles` (verify, resident): a row's sums meet by
-    shuffles, not in shared memory."""
+    makes room for one more program on an SM; `programs` (verify): how many stay on each SM."""
 
     num_warps: int
     lanes: int
     maxnreg: int | None = None
-    wait: int = 0
-    resident: int = 0
-    shuffles: bool = False
+    programs: int = 0
 
 
 # Bytes of shared memory one program may have on Hopper.
 SHARED_LIMIT = 227 * 1024
 
-# For benchmarks: int32 [items, verify_gluon.SECTIONS], where resident programs note their clocks.
+# For benchmarks: int32 [items, verify_gluon.SECTIONS], where the programs of verify note their clocks.
 CLOCKS: Tensor | None = None
 
 # Below this batch the card is not full and a step is bound by its longest chain: a shuffle less in each sum.
@@ -51,17 +46,10 @@ def decode_spread(K: int, V: int, B: int) -> Spread:
 
 
 def verify_spread(K: int, V: int) -> Spread:
-    """128 elements in a thread: work on vectors is repeated by every warp, so fewer warps issue less. Where that leaves
-    two programs on an SM, they take turns."""
-    return Spread(max(4, K * V // (32 * 128)), min(8, K // 4), wait=450 if K * V == 128 * 128 else 0)
-
-
-def verify_resident(K: int, V: int, shuffles: bool = False) -> Spread:
-    """The same, with as many programs on an SM as its registers hold. Shuffles: where a thread has eight rows in eight
-    lanes."""
-    num_warps, lanes = max(4, K * V // (32 * 128)), min(8, K // 4)
-    resident, rows = min(4, max(1, 2 * 128 * 128 // (K * V))), V * lanes // (32 * num_warps)
-    return Spread(num_warps, lanes, resident=resident, shuffles=shuffles and lanes == 8 and rows == 8)
+    """128 elements in a thread: work on vectors is repeated by every warp, so fewer warps issue less. As many programs
+    on an SM as its registers hold: two for K = V = 128."""
+    programs = min(4, max(1, 2 * 128 * 128 // (K * V)))
+    return Spread(max(4, K * V // (32 * 128)), min(8, K // 4), programs=programs)
 
 
 def fits_ahead(K: int, V: int, tokens: int, past_tokens: int, size: int) -> bool:
@@ -165,51 +153,51 @@ def verify_op(
     y, P = torch.empty(B, T, H * V, dtype=gate.dtype, device=gate.device), past_qkv.shape[1]
     if B == 0:
         return y
-    spread = verify_spread(K, V)
-    if name == "gluon" and spread.resident:
-        launch_resident(
-            spread, T, P, qkv, z, b, gate, y, past_qkv, past_z, past_u, accepted, conv_weight, A_log, dt_bias,
-            norm_weight, tails, states, slots, lower_bound, eps,
-        )  # fmt: skip
+    arguments = (
+        qkv, z, b, gate, y, past_qkv, past_z, past_u, accepted, conv_weight, A_log, dt_bias, norm_weight, tails, states,
+        slots, lower_bound, eps,
+    )  # fmt: skip
+    if name == "gluon":
+        launch_verify(T, P, *arguments)
         return y
-    kernel: Any = decode_gluon.verify if name == "gluon" else decode_kernels.verify
-    first = multiprocessors(qkv.device)
-    wait = spread.wait * (P + 2 * T) if 4 * first < B * H else 0
-    gluon = gluon_options(spread) | tiles(T, P) | dict(FIRST=first, WAIT=wait)
-    options = gluon if name == "gluon" else twin_options(K, V)
+    kernel: Any = decode_kernels.verify
     kernel[(H, B)](
-        qkv, z, b, gate, y, past_qkv, past_z, past_u, accepted, conv_weight, A_log, dt_bias, norm_weight,
-        tails, states, slots, lower_bound or 0.0, eps, T, P,
+        *arguments[:16], lower_bound or 0.0, eps, T, P,
         qkv.stride(0), z.stride(0), b.stride(0), gate.stride(0), tails.stride(0), states.stride(0),
-        H=H, K=K, V=V, W=W, BOUNDED=lower_bound is not None, **options,
+        H=H, K=K, V=V, W=W, BOUNDED=lower_bound is not None, **twin_options(K, V),
     )  # fmt: skip
     return y
 
 
-def launch_resident(
-    spread: Spread, T: int, P: int, qkv: Tensor, z: Tensor, b: Tensor, gate: Tensor, y: Tensor, past_qkv: Tensor,
-    past_z: Tensor, past_u: Tensor, accepted: Tensor, conv_weight: Tensor, A_log: Tensor, dt_bias: Tensor,
-    norm_weight: Tensor, tails: Tensor, states: Tensor, slots: Tensor, lower_bound: float | None, eps: float,
+def launch_verify(
+    T: int, P: int, qkv: Tensor, z: Tensor, b: Tensor, gate: Tensor, y: Tensor, past_qkv: Tensor, past_z: Tensor,
+    past_u: Tensor, accepted: Tensor, conv_weight: Tensor, A_log: Tensor, dt_bias: Tensor, norm_weight: Tensor,
+    tails: Tensor, states: Tensor, slots: Tensor, lower_bound: float | None, eps: float,
 ) -> None:  # fmt: skip
-    """Verify by programs that stay; their copies need slots at whole places."""
+    """The Gluon kernel. Its copies need slots as `Pools` says; inputs that lie otherwise are copied first."""
     B, (H, K), V, W = qkv.shape[0], dt_bias.shape, norm_weight.shape[0], conv_weight.shape[1]
+    check_slots(states, tails, past_qkv, past_z, past_u)
+    qkv, z, gate, spread = aligned(qkv), aligned(z), aligned(gate), verify_spread(K, V)
+    kernel: Any = verify_gluon.verify
+    kernel[(min(B * H, spread.programs * multiprocessors(qkv.device)),)](
+        qkv, z, b, gate, y, past_qkv, past_z, past_u, accepted, conv_weight, A_log, dt_bias, norm_weight,
+        tails, states, table_of(states), slots, CLOCKS, lower_bound or 0.0, eps, T, P,
+        qkv.stride(0), z.stride(0), b.stride(0), gate.stride(0), tails.stride(0), states.stride(0), B * H,
+        H=H, K=K, V=V, W=W, BOUNDED=lower_bound is not None, AHEAD=fits_ahead(K, V, T, P, qkv.element_size()),
+        **gluon_options(spread), **tiles(T, P),
+    )  # fmt: skip
+
+
+def check_slots(states: Tensor, tails: Tensor, past_qkv: Tensor, past_z: Tensor, past_u: Tensor) -> None:
+    """Raise ValueError where a pool's slots do not lie as copies of 16 bytes and TMA need them (`Pools`)."""
     for what, x in dict(states=states, tails=tails, qkv=past_qkv, z=past_z, u=past_u).items():
         if not lies_at_16_bytes(x):
             raise ValueError(
                 f"kda verify: slots of {what} must start at multiples of 16 bytes and lie a multiple of 16 elements"
                 f" apart, not at {x.data_ptr() % 16} and {x.stride(0)} apart"
             )
-    if states.stride(0) % K:
+    if states.stride(0) % (K := states.shape[3]):
         raise ValueError(f"kda verify: states of slots must lie a multiple of {K} apart, not {states.stride(0)}")
-    qkv, z, gate = aligned(qkv), aligned(z), aligned(gate)
-    kernel: Any = verify_gluon.verify
-    kernel[(min(B * H, spread.resident * multiprocessors(qkv.device)),)](
-        qkv, z, b, gate, y, past_qkv, past_z, past_u, accepted, conv_weight, A_log, dt_bias, norm_weight,
-        tails, states, table_of(states), slots, CLOCKS, lower_bound or 0.0, eps, T, P,
-        qkv.stride(0), z.stride(0), b.stride(0), gate.stride(0), tails.stride(0), states.stride(0), B * H,
-        H=H, K=K, V=V, W=W, BOUNDED=lower_bound is not None, AHEAD=fits_ahead(K, V, T, P, qkv.element_size()),
-        SHUFFLES=spread.shuffles, **gluon_options(spread), **tiles(T, P),
-    )  # fmt: skip
 
 
 def table_of(states: Tensor) -> Any:

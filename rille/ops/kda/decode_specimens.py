@@ -27,13 +27,8 @@ def specimen(
     constexprs: dict[str, Any] = dict(H=96, K=K, V=V, W=W, BOUNDED=bounded)
     spread = decode_launch.decode_spread(K, V, B)
     if name.startswith("verify_gluon"):
-        spread = decode_launch.verify_spread(K, V)
-        constexprs |= dict(tokens=tokens, past_tokens=tokens, FIRST=132, WAIT=3 * tokens * spread.wait)
-        constexprs |= decode_launch.tiles(tokens, tokens)
-    if name.startswith("verify_resident"):
-        spread = decode_launch.verify_resident(K, V, "shuffles" in name)
-        ahead = decode_launch.fits_ahead(K, V, tokens, tokens, 2)
-        constexprs |= dict(tokens=tokens, past_tokens=tokens, AHEAD=ahead, SHUFFLES=spread.shuffles)
+        spread, ahead = decode_launch.verify_spread(K, V), decode_launch.fits_ahead(K, V, tokens, tokens, 2)
+        constexprs |= dict(tokens=tokens, past_tokens=tokens, AHEAD=ahead)
         constexprs |= decode_launch.tiles(tokens, tokens) | ({} if clocks else dict(clocks=None))
     if "triton" not in name:
         constexprs |= dict(LANES=spread.lanes)
@@ -50,24 +45,16 @@ SPECIMENS = [
     specimen("decode_gluon_softplus", decode_gluon.decode, bounded=False),
     specimen("decode_gluon_k64", decode_gluon.decode, K=64, V=64),
     specimen("decode_gluon_v256", decode_gluon.decode, V=256),
-    specimen("verify_gluon", decode_gluon.verify),
-    specimen("verify_gluon_4", decode_gluon.verify, tokens=4),
-    specimen("verify_gluon_1", decode_gluon.verify, tokens=1),
-    specimen("verify_gluon_softplus", decode_gluon.verify, bounded=False),
-    specimen("verify_gluon_k64", decode_gluon.verify, K=64, V=64),
-    specimen("verify_gluon_v256", decode_gluon.verify, V=256),
-    specimen("verify_resident", verify_gluon.verify),
-    specimen("verify_resident_clocks", verify_gluon.verify, clocks=True),
-    specimen("verify_resident_shuffles", verify_gluon.verify),
-    specimen("verify_resident_shuffles_v256", verify_gluon.verify, V=256),
-    specimen("verify_resident_4", verify_gluon.verify, tokens=4),
-    specimen("verify_resident_1", verify_gluon.verify, tokens=1),
-    specimen("verify_resident_one_tap", verify_gluon.verify, W=1),
-    specimen("verify_resident_softplus", verify_gluon.verify, bounded=False),
-    specimen("verify_resident_k64", verify_gluon.verify, K=64, V=64),
-    specimen("verify_resident_v256", verify_gluon.verify, V=256),
-    specimen("verify_resident_16", verify_gluon.verify, tokens=16),
-    specimen("verify_resident_v256_16", verify_gluon.verify, V=256, tokens=16),
+    specimen("verify_gluon", verify_gluon.verify),
+    specimen("verify_gluon_clocks", verify_gluon.verify, clocks=True),
+    specimen("verify_gluon_4", verify_gluon.verify, tokens=4),
+    specimen("verify_gluon_1", verify_gluon.verify, tokens=1),
+    specimen("verify_gluon_one_tap", verify_gluon.verify, W=1),
+    specimen("verify_gluon_softplus", verify_gluon.verify, bounded=False),
+    specimen("verify_gluon_k64", verify_gluon.verify, K=64, V=64),
+    specimen("verify_gluon_v256", verify_gluon.verify, V=256),
+    specimen("verify_gluon_16", verify_gluon.verify, tokens=16),
+    specimen("verify_gluon_v256_16", verify_gluon.verify, V=256, tokens=16),
     specimen("decode_triton", decode_kernels.decode),
     specimen("verify_triton", decode_kernels.verify),
 ]

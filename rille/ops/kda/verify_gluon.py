@@ -22,8 +22,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from rille.ops.kda.decode_gluon import (
-    BY_MEMORY,
-    BY_SHUFFLES,
     TILE,
     advance,
     as_rows,
@@ -111,22 +109,18 @@ def convolved(smem, before, taps, W: gl.constexpr, LOG_T: gl.constexpr, layout: 
 
 
 @gluon.jit
-def draft(S_VK, t, tiles, past_u, y, o_smem, HV: gl.constexpr, V: gl.constexpr, K: gl.constexpr, MEET: gl.constexpr):
-    """S after new token t; its write goes to `past_u` and its o, rounded, to shared memory; or to y, where warps shall
-    not wait for each other: they would before each store to shared memory that others have used."""
+def draft(S_VK, t, tiles, past_u, o_smem, HV: gl.constexpr, V: gl.constexpr, K: gl.constexpr):
+    """S after new token t; its write goes to `past_u` and its o, rounded, to shared memory."""
     over_K: gl.constexpr = gl.SliceLayout(0, S_VK.type.layout)
     by_row: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 1], [32, 1], [gl.num_warps(), 1], [1, 0]))
     S_VK, u_V, o_V = advance(
         S_VK, row_of(tiles[0], t, over_K), row_of(tiles[1], t, over_K), row_of(tiles[2], t, over_K),
         row_of(tiles[3], t, by_row), row_of(tiles[4], t, by_row), row_of(tiles[5], t, by_row),
-        row_of(tiles[6], t, by_row), row_of(tiles[7], t, by_row), V, K, MEET,
+        row_of(tiles[6], t, by_row), row_of(tiles[7], t, by_row), V, K, True,
     )  # fmt: skip
     v_V = t * HV + gl.arange(0, V, layout=by_row)
     gl.store(past_u + v_V, u_V)
-    if MEET == BY_SHUFFLES:
-        gl.store(y + v_V, o_V.to(y.dtype.element_ty))
-    else:
-        as_rows(o_smem).index(t).store(o_V.to(o_smem.dtype))
+    as_rows(o_smem).index(t).store(o_V.to(o_smem.dtype))
     return S_VK
 
 
@@ -271,21 +265,14 @@ def betas(b, tokens: gl.constexpr, T: gl.constexpr, H: gl.constexpr):
 
 
 @gluon.jit
-def store_outputs(
-    y, o_smem, gate_smem, norm_smem, eps, tokens: gl.constexpr, HV: gl.constexpr, V: gl.constexpr, MEET: gl.constexpr
-):
+def store_outputs(y, o_smem, gate_smem, norm_smem, eps, tokens: gl.constexpr, HV: gl.constexpr, V: gl.constexpr):
     """The output's norm and gate; a warp has a token."""
     T: gl.constexpr = o_smem.shape[0]
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
     t_T1 = gl.arange(0, T, layout=gl.SliceLayout(1, layout))[:, None]
     v_1V = gl.arange(0, V, layout=gl.SliceLayout(0, layout))[None, :]
     here = (t_T1 < tokens) & (v_1V >= 0)
-    if MEET == BY_SHUFFLES:
-        barrier()  # what other warps wrote to y is read now, and overwritten when all have read
-        o_TV = gl.load(y + t_T1 * HV + v_1V, mask=here, other=0.0).to(gl.float32)
-        barrier()
-    else:
-        o_TV = o_smem.load(layout).to(gl.float32)
+    o_TV = o_smem.load(layout).to(gl.float32)
     weight_V = row_of(norm_smem, 0, gl.SliceLayout(0, layout))
     y_TV = gated_norm(o_TV, gate_smem.load(layout), weight_V, eps, V)
     gl.store(y + t_T1 * HV + v_1V, y_TV.to(y.dtype.element_ty), mask=here)
@@ -297,15 +284,14 @@ def verify(
     tails, states, states_desc, slots, clocks, lower_bound, eps,
     tokens: gl.constexpr, past_tokens: gl.constexpr, qkv_row, z_row, b_row, gate_row, tail_slot, state_slot, items,
     H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, W: gl.constexpr, BOUNDED: gl.constexpr, LANES: gl.constexpr,
-    LOG_T: gl.constexpr, LOG_P: gl.constexpr, AHEAD: gl.constexpr, SHUFFLES: gl.constexpr,
+    LOG_T: gl.constexpr, LOG_P: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Commit, then try, as in the twin, for every item = row * H + head. Tiles have T = 2^LOG_T and P = 2^LOG_P rows.
-    AHEAD: shared memory has room for a state, else it comes when it is needed. SHUFFLES: how sums meet (`dots`)."""
+    AHEAD: shared memory has room for a state, else it comes when it is needed."""
     T: gl.constexpr = 1 << LOG_T
     P: gl.constexpr = 1 << LOG_P
     HV: gl.constexpr = H * V
     line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    MEET: gl.constexpr = BY_SHUFFLES if SHUFFLES else BY_MEMORY
     rows: gl.constexpr = max(1, V * LANES // (32 * gl.num_warps()))
     S_layout: gl.constexpr = gl.BlockedLayout([rows, 4], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
     over_K: gl.constexpr = gl.SliceLayout(0, S_layout)
@@ -395,15 +381,15 @@ def verify(
             for t in range(tokens - 1):
                 if AHEAD and t == FETCH_AT:
                     fetch_state(stage, arrived, states_desc, slot1, head1, state_slot, V, K)
-                S_VK = draft(S_VK, t, tiles, u_row, y_row, o_smem, HV, V, K, MEET)
+                S_VK = draft(S_VK, t, tiles, u_row, o_smem, HV, V, K)
         if AHEAD and (slot < 0 or tokens - 1 <= FETCH_AT):
             fetch_state(stage, arrived, states_desc, slot1, head1, state_slot, V, K)
         if slot >= 0 and tokens > 0:
-            draft(S_VK, tokens - 1, tiles, u_row, y_row, o_smem, HV, V, K, MEET)  # nobody needs the state after it
+            draft(S_VK, tokens - 1, tiles, u_row, o_smem, HV, V, K)  # nobody needs the state after it
         mark(clocks, item, 5)
         weights = weights_of(head1, conv_weight, A_log, dt_bias, H, K, V, W, line)  # registers are free from here on
         if slot >= 0:
-            store_outputs(y_row, o_smem, gate_smem, norm_smem, eps, tokens, HV, V, MEET)
+            store_outputs(y_row, o_smem, gate_smem, norm_smem, eps, tokens, HV, V)
         else:
             clear(y_row, tokens, T, V, HV)
         if slot1 >= 0:
