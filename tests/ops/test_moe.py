@@ -43,7 +43,7 @@ class Case:
 
     def with_gradients(self, out: Tensor) -> list[Tensor]:
         inputs = [self.x, self.weights, self.w13, self.w2]
-        probe = torch.arange(out.numel(), dtype=out.dtype).sin().view(out.shape)
+        probe = torch.arange(out.numel(), dtype=out.dtype, device=out.device).sin().view(out.shape)
         gradients = torch.autograd.grad((out * probe).sum(), inputs, allow_unused=True, materialize_grads=True)
         return [out, *gradients]
 

@@ -14,7 +14,7 @@ def both(logits: torch.Tensor, bias: torch.Tensor, bins: int, monkeypatch: pytes
     for apart in (True, False):
         monkeypatch.setattr(router, "APART", apart)
         monkeypatch.setattr(router, "MANY", 1)
-        assert router.counted_apart(*logits.shape, bins) == apart
+        assert router.counted_apart(logits, bins) == apart
         found.append(router.router(logits, bias, 2, 1.0, True, bins, False)[-1])
     return found
 

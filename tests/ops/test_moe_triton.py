@@ -223,6 +223,22 @@ def test_no_program_of_the_histogram_counts_beyond_16_bits(N: int, E: int) -> No
     assert groups * shares <= 132 or shares == 1 or -(-tiles // (shares - 1)) * router.TOKENS > 65_535
 
 
+def test_which_histograms_are_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of 2^22 scores and more, on Hopper, whose bins fit shared memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    assert not router.counted_apart(torch.empty(131_072, 256), 4000), "no kernel on a CPU"
+    card = (9, 0)
+    monkeypatch.setattr(router, "INTERPRET", False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: card)
+    with FakeTensorMode():
+        many, few = (torch.empty(N, 256, device="cuda") for N in (16_384, 16_383))
+        assert [router.counted_apart(many, bins) for bins in (0, 8, 4096, 4097)] == [False, True, True, False]
+        assert not router.counted_apart(few, 4000)
+        card = (8, 0)
+        assert not router.counted_apart(many, 4000)
+
+
 def test_router_histogram_is_the_definition_in_any_split() -> None:
     """The kernel's own scores make its counts, so the definition is asked about scores that need no sigmoid."""
     scores, bias = torch.sigmoid(draw(41, 12)), draw(12, seed=1, scale=0.3)

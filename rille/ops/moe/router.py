@@ -13,7 +13,7 @@ from rille.ops.moe import router_kernels
 from rille.ops.moe.permute import INTERPRET, power_of_two
 
 MOST_EXPERTS = 2048  # a row of scores in the registers of one warp
-APART = False  # large batches count the histogram in a kernel of its own; off until it is measured
+APART = True  # large batches count the histogram in a kernel of its own, where it was measured: on Hopper
 MANY = 2**22  # scores from which a batch is large
 EXPERTS, WORDS, TOKENS = 16, 2048, 512  # of its program; two bins a word; tokens of a tile
 MOST_TILES = 65_535 // TOKENS  # a count of 16 bits holds all tokens of a program
@@ -33,7 +33,7 @@ def router(
     histogram = torch.zeros(E, bins, dtype=torch.int32, device=device)
     block = power_of_two(E)
     height = max(1, 512 // block)
-    apart = counted_apart(N, E, bins)
+    apart = counted_apart(logits, bins)
     edges = torch.empty(2, dtype=torch.float32, device=device) if apart else None
     if N:
         launch(
@@ -54,8 +54,9 @@ def router(
     return ids, weights, chosen, cutoff, load, histogram.long()
 
 
-def counted_apart(N: int, E: int, bins: int) -> bool:
-    return APART and not INTERPRET and N * E >= MANY and 0 < bins <= 2 * WORDS
+def counted_apart(logits: Tensor, bins: int) -> bool:
+    wanted = APART and not INTERPRET and logits.is_cuda and logits.numel() >= MANY and 0 < bins <= 2 * WORDS
+    return wanted and torch.cuda.get_device_capability(logits.device) == (9, 0)
 
 
 def histogram_grid(N: int, E: int, processors: int) -> tuple[int, int]:
