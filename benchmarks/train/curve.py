@@ -105,9 +105,10 @@ def batches(tokens: np.ndarray, vocabulary: int, steps: int, sequences: int, len
 
 @torch.no_grad()
 def round_otherwise(model: K3) -> None:
-    """Each element times 1 + u, |u| < 2^-8, and rounded again: up to one unit of bf16's last place, or none."""
+    """Each element held in bf16 times 1 + u, |u| < 2^-8, and rounded again: up to one unit of its last place, or none.
+    What is held in fp32 was not rounded and stays."""
     generator = torch.Generator(model.device).manual_seed(1)
-    for parameter in model.parameters():
+    for parameter in (p for p in model.parameters() if p.dtype == torch.bfloat16):
         u = torch.rand(parameter.shape, generator=generator, device=model.device).sub_(0.5).mul_(2**-7)
         parameter.copy_(parameter.float() * (1 + u))
     model.prepare()
