@@ -30,8 +30,8 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], limit: float) -> Te
         alike.setdefault(gradient.dtype, []).append(gradient)
     norm = torch.linalg.vector_norm(torch.stack([x for dtype, group in alike.items() for x in _norms(group, dtype)]))
     scale = (limit / norm).clamp(max=1.0)
-    for gradient in gradients:
-        gradient.mul_(scale)
+    for gradient in gradients:  # expanded: a GPU rounds a factor without axes to the gradient's 16 bits, a CPU does not
+        gradient.mul_(scale.expand_as(gradient))
     return norm
 
 

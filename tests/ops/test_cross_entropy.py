@@ -119,6 +119,16 @@ def test_only_the_sum_is_differentiable() -> None:
     assert result.loss_sum.requires_grad and not result.log_probs.requires_grad and not result.count.requires_grad
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_factor_of_the_loss_keeps_its_fp32(device: str) -> None:
+    """0.9 would be 0.898 in the dtype of x."""
+    x, head, targets = (tensor.to(device) for tensor in draw(63, 16, 65, torch.bfloat16))
+    loss = linear_cross_entropy(x.requires_grad_(), head, targets).loss_sum
+    (whole,) = torch.autograd.grad(loss, x, retain_graph=True)
+    (scaled,) = torch.autograd.grad(0.9 * loss, x)
+    assert scaled.dtype == torch.bfloat16 and torch.equal(scaled, (whole.float() * 0.9).bfloat16())
+
+
 def test_one_side_frozen() -> None:
     x, head, targets = draw(63, 16, 65)
     *_, dx, dhead = with_gradients(chunked, x, head, targets, 0.0, 16)

@@ -93,6 +93,25 @@ def odd_gradients(dtype: torch.dtype, bad: float | None) -> list[nn.Parameter]:
     return parameters
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("limit", [1.8, 1e9])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_on_a_gpu(dtype: torch.dtype, limit: float):
+    """The CPU's norm, and each gradient times the wide factor, rounded once."""
+    on_cpu, on_gpu, before = odd_gradients(dtype, None), [], []
+    for p in on_cpu:
+        assert p.grad is not None
+        on_gpu.append(nn.Parameter(p.detach().cuda()))
+        before.append(p.grad.cuda())
+        on_gpu[-1].grad = before[-1].clone()
+    norm = clip_gradients(on_gpu, limit)
+    assert norm.is_cuda and float(norm) == pytest.approx(float(clip_gradients(on_cpu, limit)), rel=1e-6)
+    factor = (limit / norm).clamp(max=1.0)
+    for p, gradient in zip(on_gpu, before, strict=True):
+        assert p.grad is not None and p.grad.dtype == dtype
+        assert torch.equal(p.grad, (gradient.to(norm.dtype) * factor).to(dtype))
+
+
 def test_gradients_of_several_dtypes():
     parameters = [*with_gradients(1.0, torch.bfloat16), *with_gradients(1.0), *with_gradients(1.0, torch.bfloat16)]
     twins = [*with_gradients(1.0, torch.bfloat16), *with_gradients(1.0), *with_gradients(1.0, torch.bfloat16)]

@@ -76,13 +76,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_x_ND, grad_head_WD, head_dtype = ctx.gradients
         grad_loss = grad_outputs[0]
         return (
-            None if grad_x_ND is None else (grad_x_ND * grad_loss).to(grad_x_ND.dtype),
-            None if grad_head_WD is None else (grad_head_WD * grad_loss).to(head_dtype),
+            None if grad_x_ND is None else _scaled(grad_x_ND, grad_loss, grad_x_ND.dtype),
+            None if grad_head_WD is None else _scaled(grad_head_WD, grad_loss, head_dtype),
             None,
             None,
             None,
             None,
         )
+
+
+def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """x times a number that is wide, rounded once. A GPU would round a factor without axes to the dtype of x first."""
+    return torch.mul(x, factor.expand_as(x), out=torch.empty_like(x, dtype=dtype))
 
 
 def _operand(head_WD: Tensor, wide: torch.dtype) -> Tensor:
