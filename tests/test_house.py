@@ -221,3 +221,25 @@ def test_poison_of_integers_and_strangers():
 )
 def test_poison_reaches_every_door(poisoned_memory, call):
     assert eval(call, {"__name__": "rille.probe", "torch": torch, "x": torch.zeros(4)}).isnan().all()
+
+
+# What PyTorch keeps to itself and Rille calls. A GPU has another kernel for it than the CPU of most tests, often for
+# fewer dtypes: a name comes into this list when its call has run on one.
+RAN_ON_A_GPU = {
+    "_flash_attention_forward",
+    "_foreach_copy_",
+    "_foreach_div_",
+    "_foreach_norm",
+    "_foreach_sub_",
+    "_grouped_mm",
+}
+
+
+def private_calls(source: str) -> set[str]:
+    return set(re.findall(r"\btorch(?:\.\w+)*\.(_(?!_)\w+)", source))
+
+
+def test_private_calls_of_torch_are_those_that_ran_on_a_gpu():
+    assert private_calls("torch._amp_x_(g); torch.ops.aten._y(q); torch.__version__; torch.mul(a)") == {"_amp_x_", "_y"}
+    sources = [path.read_text(encoding="utf-8") for path in sorted((TOP / "rille").rglob("*.py"))]
+    assert set().union(*map(private_calls, sources)) == RAN_ON_A_GPU

@@ -27,8 +27,8 @@ class Average:
     def update(self, weights: Mapping[str, Tensor], updates: int) -> None:
         """Take in the weights after so many updates."""
         share = 1 - min(self.decay, updates / (updates + 9))
-        wide = [weights[name].detach().float() for name in self.names]
-        torch._foreach_lerp_(self.mean, wide, share)  # pyright: ignore[reportPrivateImportUsage]
+        for name, mean in self.named():
+            mean.lerp_(weights[name].detach().float(), share)
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """(name of the parameter, its mean)."""
