@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rille.ops.newton_schulz import COEFFICIENTS, blocks, newton_schulz
+import rille.ops.newton_schulz as package
+from rille.ops.newton_schulz import COEFFICIENTS, blocks, choose_backend, newton_schulz
 from tests.ops import gluon_on_cpu
 
 symmetric = pytest.importorskip("rille.ops.newton_schulz.symmetric", exc_type=ImportError)
@@ -81,6 +82,54 @@ def test_chain(tiles: int, steps: int) -> None:
     want = blocks.transform(a.double(), steps)
     assert float((t.double() - want).norm() / want.norm()) < 1e-6
     assert float((blocks.transform(a, steps).double() - want).norm() / want.norm()) < 1e-6
+
+
+@pytest.mark.parametrize("rank", [None, 20])
+@pytest.mark.parametrize(("P", "Q"), [(128, 512), (448, 256)])
+def test_chain_in_fp16(P: int, Q: int, rank: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The roundings of a card in five steps, also where most of A is noise: no further off than the library's form."""
+    (chain,) = gluon_on_cpu.kernels_of(chain_gluon)
+
+    def by_python(a_BPP: Tensor, steps: int) -> Tensor:
+        t_BPP, tiles = torch.full_like(a_BPP, torch.nan), a_BPP.shape[1] // 128
+        kernel = gluon_on_cpu.Kernel(chain.transform)[(len(a_BPP),)]
+        kernel(a_BPP, t_BPP, *COEFFICIENTS, STEPS=steps, TILES=tiles, num_warps=8)
+        return t_BPP
+
+    monkeypatch.setattr(symmetric, "chain", by_python)
+    m = (draw(1, P, Q, seed=6) if rank is None else draw(1, P, rank, seed=6) @ draw(1, rank, Q, seed=7)).cpu()
+    want = newton_schulz(m.double(), backend="reference")
+    got = symmetric.chained((m / torch.linalg.matrix_norm(m, keepdim=True)).half(), 5)
+    library = newton_schulz(m, dtype=torch.float16, backend="gram")
+    errors = [float((x.double() - want).norm() / want.norm()) for x in (got, library)]
+    assert errors[0] <= 1.25 * errors[1] and errors[0] < (1e-2 if rank is None else 5e-2), errors
+    assert torch.linalg.matrix_norm(got.float(), 2).max() < 1.21, "the polynomial's largest is 1.2024"
+
+
+def test_choice_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One launch where it was measured: fp16, shorter sides of 128 and 256, oblong, Hopper."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from rille.ops import launching
+
+    major = 9
+    monkeypatch.setattr(launching, "INTERPRET", False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (major, 0))
+    with FakeTensorMode():
+
+        def chosen(P: int, Q: int, dtype: torch.dtype = torch.float16) -> str:
+            return choose_backend(torch.empty(2, P, Q, dtype=dtype, device="cuda"))[0]
+
+        assert chosen(256, 448) == chosen(448, 256) == chosen(128, 7168) == "gram chain"
+        assert chosen(512, 896) == chosen(192, 896) == chosen(256, 448, torch.bfloat16) == "gram"
+        assert chosen(256, 256) == "plain"
+        monkeypatch.setattr(package, "KERNELS", "symmetric")
+        assert (chosen(512, 896), chosen(512, 512), chosen(128, 512)) == ("gram symmetric", "plain symmetric", "gram")
+        monkeypatch.setattr(package, "KERNELS", "")
+        assert chosen(256, 448) == "gram"
+        monkeypatch.setattr(package, "KERNELS", "chain")
+        major = 8
+        assert chosen(256, 448) == "gram"
 
 
 @pytest.mark.gpu

@@ -12,8 +12,8 @@ __all__ = ["BACKENDS", "COEFFICIENTS", "choose_backend", "newton_schulz", "norma
 
 BACKENDS = ("reference", "plain", "gram", "plain symmetric", "gram symmetric", "gram chain")
 HAS_TRITON = find_spec("triton") is not None
-# Which kernels matrices on a card take: "symmetric" or "chain" where they can, else "". Neither is measured yet.
-KERNELS = ""
+# Which kernels fp16 matrices on a card take where they can: "chain", "symmetric", or "" for the library's alone.
+KERNELS = "chain"
 SMALLEST = 256  # a side of 128 is one tile: nothing to leave out
 ASPECT = 1.5  # from this ratio of the sides on the Gram form is faster on an H200 (README); squares are slower in it
 _FORMS = {"plain": blocks.plain, "gram": blocks.gram}
@@ -44,14 +44,14 @@ def newton_schulz(
         )
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"newton_schulz: unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
-    chosen = choose_backend(m)[0] if backend is None else backend
     with torch.no_grad():
-        if chosen == "reference":
+        if backend == "reference":
             tall = m.shape[1] > m.shape[2]
             wide_BPQ = (m.mT if tall else m).to(_wide(dtype))
             x_BPQ = reference.newton_schulz(wide_BPQ, steps, eps).to(dtype)
             return x_BPQ.mT if tall else x_BPQ
-        return _run(chosen, _scaled(m, eps, dtype), steps)
+        x_BPQ = _scaled(m, eps, dtype)
+        return _run(choose_backend(x_BPQ)[0] if backend is None else backend, x_BPQ, steps)
 
 
 def normalised(x: Tensor, steps: int = 5) -> Tensor:
@@ -60,12 +60,13 @@ def normalised(x: Tensor, steps: int = 5) -> Tensor:
         return _run(choose_backend(x)[0], x, steps)
 
 
-def choose_backend(m: Tensor) -> tuple[str, str]:
-    """The form for matrices of this shape and, in words, why."""
-    short, long = sorted(m.shape[1:])
+def choose_backend(x: Tensor) -> tuple[str, str]:
+    """The form for X_0 of this shape, dtype and device and, in words, why. Kernels run as they were measured: fp16."""
+    short, long = sorted(x.shape[1:])
     form, words = ("gram", "or more") if long >= ASPECT * short else ("plain", "at most")
     reason = f"the sides {short} and {long} differ by {ASPECT:g} times {words}"
-    if KERNELS and (KERNELS != "symmetric" or short >= SMALLEST) and obstacle(f"{form} {KERNELS}", m) is None:
+    wanted = KERNELS and x.dtype == torch.float16 and (KERNELS != "symmetric" or short >= SMALLEST)
+    if wanted and obstacle(f"{form} {KERNELS}", x) is None:
         return f"{form} {KERNELS}", reason
     return form, reason
 
@@ -86,6 +87,8 @@ def obstacle(backend: str, x_BPQ: Tensor) -> str | None:
         return f"the kernel takes {' or '.join(map(str, wanted))}, not {x_BPQ.dtype}"
     if backend == "plain chain" or (chain and min(x_BPQ.shape[1:]) not in CHAINED):
         return f"it is the Gram form of matrices whose shorter side is {' or '.join(map(str, CHAINED))}"
+    if chain and (INTERPRET or torch.cuda.get_device_capability(x_BPQ.device)[0] != 9):
+        return "it is Gluon for Hopper: other cards and the interpreter do not know its instructions"
     return None
 
 
