@@ -28,7 +28,7 @@ FORWARD_REGISTERS, BACKWARD_REGISTERS = 64, 32
 FEW_ELEMENTS = 32768
 # Rows of at least so many elements run backward through `wide_kernels`.
 WIDE = 4096
-# Whether rows that `in_ring` takes run forward through `ring_gluon.py`. It has not run on a card yet.
+# Whether rows that `in_ring` takes run forward through `ring_gluon.py`. It is right on a card, but not timed yet.
 RING = False
 # Bytes of shared memory that its ring may fill, beside what sums across threads need; its most sources; its warps.
 RING_BYTES, RING_SOURCES, RING_WARPS, RING_GROUP = 225 * 1024, 9, 8, 3
