@@ -142,7 +142,8 @@ def draft(
 
     The first guess reads the last row; each further one the MTP layer's own state and its last guess, and leaves no
     trace in the memory. temperature 0 takes the likeliest token (the distributions are then those of temperature 1),
-    else the guess is drawn from softmax(logits / temperature) with the generator.
+    else the guess is drawn from softmax(logits / temperature) with the generator,
+    which must be of the device that the model is on.
 
     Raises ValueError for a model with no or several MTP layers, or rows that do not fit the tokens, the packing or the
     memory.
