@@ -89,8 +89,8 @@ class Odds:
             expected = _expected(rate, len(tokens)) if rate > self.HIGH else 0.0
             self._bets[choice] = Bet(len(choice.chain), tokens, expected)
 
-    def settle(self, choice: Choice) -> None:
-        """See how far the guess about a sequence has come true."""
+    def settle(self, choice: Choice) -> bool | None:
+        """See how far the guess about a sequence has come true: to its end, or not; None while that is open."""
         ids = choice.chain.ids
         while (bet := self._bets.get(choice)) is not None and bet.place + bet.seen < len(ids):
             is_true = ids[bet.place + bet.seen] == bet.tokens[bet.seen]
@@ -99,6 +99,8 @@ class Odds:
             if not is_true or bet.seen == len(bet.tokens):
                 del self._bets[choice]
                 self._compare(bet.expected, bet.seen)
+                return is_true
+        return None
 
     def note(self, choice: Choice, drafted: int, accepted: int) -> None:
         """Of so many guesses that were run so many came true."""

@@ -47,8 +47,9 @@ class Drafter(Protocol):
 
     reads_hidden: whether `observe` wants the trunk's final hidden states [n, D] of the rows that were run, from
     position `start` on, with the token that follows each of them. propose: at most `limit` guesses for what follows all
-    that is known of a sequence; without `reads_hidden` it is asked before every step, whether guesses will run or not,
-    also while the next token is being drawn already. forget: it has ended, or begins again.
+    that is known of a sequence; without `reads_hidden` it is asked whether guesses will run or not, also while the next
+    token is being drawn already, before every step or less often (`rille.serve.watch`). forget: it has ended, or begins
+    again.
     """
 
     reads_hidden: bool
@@ -79,6 +80,7 @@ class NgramDrafter:
             raise ValueError(f"n-gram drafter: lengths {shortest} to {longest}; want 1 <= shortest <= longest")
         self.longest, self.shortest = longest, shortest
         self._factors = [pow(0x9E3779B97F4A7C15, n, 2**64) for n in range(1, longest + 1)]
+        self._multipliers = np.array(self._factors, dtype=np.uint64)
         self._texts: dict[Choice, _Text] = {}
 
     def propose(self, sequence: Choice, limit: int) -> Draft:
@@ -92,8 +94,8 @@ class NgramDrafter:
         return Draft()
 
     def _index(self, text: _Text, ids: array[int]) -> None:
-        """Note what stands before every place up to the end, that one excepted; a long prompt all at once."""
-        if text.done and len(ids) - text.done < 64:
+        """Note what stands before every place up to the end, that one excepted; much that is new all at once."""
+        if text.done and len(ids) - text.done < 12:
             for end in range(text.done + 1, len(ids) + 1):
                 text.seen.update(dict.fromkeys(text.keys, end - 1))
                 text.keys = self._keys(ids, end)
@@ -103,13 +105,13 @@ class NgramDrafter:
 
     def _index_all(self, text: _Text, ids: array[int]) -> None:
         first = max(text.done - self.longest, 0)
-        numbers = np.frombuffer(ids, dtype=np.int64)[first:-1].astype(np.uint64)
-        for n in range(self.shortest, self.longest + 1):
-            count = len(numbers) - n + 1
-            if count > 0:
-                windows = np.lib.stride_tricks.sliding_window_view(numbers, n)
-                keys = windows @ np.array(self._factors[n - 1 :: -1], dtype=np.uint64)
-                text.seen.update(zip(keys.tolist(), range(first + n, first + n + count), strict=True))
+        numbers = np.frombuffer(ids, dtype=np.uint64)[first:-1]
+        keys = numbers * self._multipliers[0]
+        for n in range(1, min(self.longest, len(numbers)) + 1):
+            if n > 1:
+                keys = keys[1:] + numbers[: 1 - n] * self._multipliers[n - 1]
+            if n >= self.shortest:
+                text.seen.update(zip(keys.tolist(), range(first + n, len(ids)), strict=True))
         text.keys = self._keys(ids, len(ids))
 
     def _keys(self, ids: array[int], end: int) -> list[int]:

@@ -29,6 +29,7 @@ from rille.serve.sequences import Sequence as Choice
 from rille.serve.settings import EngineConfig
 from rille.serve.speculation import Draft, Drafter
 from rille.serve.totals import Totals
+from rille.serve.watch import Watch
 
 Deliver = Callable[[Choice, Sequence[Output]], None]
 
@@ -64,6 +65,7 @@ class Stepper:
         self.replies: dict[Choice, Reply] = {}
         padded = not scheduler.takes_copies
         self.odds = Odds(config.draft_length, fixed=not config.adaptive_drafts, padded=padded)
+        self._watch = Watch()
         self._drafts: dict[Choice, Draft] = {}
         self._flight: Flight | None = None
         self._landed_at = 0.0
@@ -74,6 +76,7 @@ class Stepper:
         self._drafts.pop(choice, None)
         self._runner.forget(choice)
         self.odds.forget(choice)
+        self._watch.forget(choice)
         if self._drafter is not None:
             self._drafter.forget(choice)
 
@@ -123,6 +126,7 @@ class Stepper:
         if self._drafter is None:
             return
         decoding = [choice for choice in self._scheduler.running if choice.num_left == 1]
+        self._watch.enter(decoding)
         drafts = self._look(decoding)
         for choice in decoding:
             draft = drafts.get(choice, Draft())
@@ -135,15 +139,28 @@ class Stepper:
         if self._drafter.reads_hidden:
             limit = self._totals.draft_length = self.odds.choose_dear(decoding)
             return {choice: self._drafter.propose(choice, limit) for choice in decoding} if limit else {}
+        found = self._look_up(decoding if self.odds.fixed else self._watch.due())
+        limit = self._totals.draft_length = self.odds.choose(len(decoding), found)
+        return {choice: draft.cut(limit) for choice, draft in found.items()} if limit else {}
+
+    def _look_up(self, due: Sequence[Choice]) -> dict[Choice, Draft]:
+        """Guesses for those whose turn it is, and how those before them did."""
+        assert self._drafter is not None
         found = {}
-        for choice in decoding:
-            self.odds.settle(choice)
+        for choice in due:
+            came_true = self.odds.settle(choice)
+            if came_true:
+                self._watch.trust(choice)
+            if came_true is False and not self.odds.fixed and self._watch.rests(choice):
+                continue
             draft = self._drafter.propose(choice, self.odds.most)
             if draft.tokens:
                 found[choice] = draft
                 self.odds.bet(choice, draft.tokens)
-        limit = self._totals.draft_length = self.odds.choose(len(decoding), found)
-        return {choice: draft.cut(limit) for choice, draft in found.items()} if limit else {}
+                self._watch.soon(choice)
+            else:
+                self._watch.later(choice)
+        return found
 
     # --- recorded steps ---
 
@@ -247,6 +264,8 @@ class Stepper:
             self._scheduler.landed(part, count)
             if part.drafts:
                 self.odds.note(part.sequence, len(part.drafts), count)
+                if count == len(part.drafts):
+                    self._watch.trust(part.sequence)
             self._totals.note_part(part, count, some)
             if reply.is_done:
                 self._end(part.sequence, some)

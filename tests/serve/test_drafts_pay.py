@@ -10,6 +10,7 @@ from rille.serve.engine import Engine
 from rille.serve.graphs import DecodeGraphs
 from rille.serve.sampler import Drawn
 from rille.serve.schema import Request, SamplingParams
+from rille.serve.speculation import NgramDrafter
 from tests.train.small import MODEL
 
 WORDS, COUNT = 32_768, 300
@@ -123,3 +124,20 @@ def test_speed_over_that_of_plain_steps(monkeypatch, model, text, streams):
     assert plain / drafted > LEAST[text]
     if text.startswith("random"):
         assert ran == [steps, 0] and drafted == pytest.approx(plain)
+
+
+@pytest.mark.parametrize("text, most", [("random", 2.5), ("random, 100 words", 5), ("habits", 8), ("circles", None)])
+def test_many_streams_are_looked_at_in_turn(monkeypatch, model, text, most):
+    """64 at once: few looks a step where nothing can be guessed, and no loss of speed where all can."""
+    asked, propose = [0], NgramDrafter.propose
+
+    def counted(self, sequence, limit):
+        asked[0] += 1
+        return propose(self, sequence, limit)
+
+    plain, *_ = seconds(monkeypatch, model, text, "none", 64)
+    monkeypatch.setattr(NgramDrafter, "propose", counted)
+    drafted, *ran = seconds(monkeypatch, model, text, "ngram", 64)
+    assert plain / drafted > (0.999 if most else 2)
+    assert most is None or asked[0] < 7 * 64 + most * sum(ran)
+    assert not text.startswith("random") or ran[1] == 0
