@@ -38,7 +38,7 @@ EXTRAS = (
     Extra("data", ("pyarrow", "rensa", "zstandard"), "`rille data`, and training on .parquet and .zst files"),
     Extra(
         "serve",
-        ("llguidance", "fastapi", "uvicorn", "pydantic", "prometheus-client"),
+        ("llguidance", "fastapi", "uvicorn", "httptools", "pydantic", "prometheus-client"),
         "`rille serve`, and replies held to a grammar",
     ),
     Extra("events", ("pyzmq", "msgspec"), "`rille serve` tells routers what its cache holds"),
