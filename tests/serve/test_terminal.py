@@ -196,7 +196,7 @@ def test_at_a_terminal(checkpoint):
 
 def wait_for(terminal: int, what: bytes, after: bytes = b"") -> bytes:
     """Read until `what` comes, behind `after`."""
-    seen, deadline = b"", time.monotonic() + 60
+    seen, deadline = b"", time.monotonic() + 180
     while what not in seen.partition(after)[2] if after else what not in seen:
         assert time.monotonic() < deadline, seen
         if select.select([terminal], [], [], 1)[0]:
