@@ -165,10 +165,17 @@ def write_text(model: K3, head: torch.Tensor, embed: torch.Tensor, kind: str) ->
     model.prepare()
 
 
-def drafts(model: K3, words: int, settings: dict[str, Any], count: int, crowd: int) -> dict[str, Any]:
+def drafts(
+    model: K3, words: int, settings: dict[str, Any], count: int, crowd: int, recorded: bool
+) -> dict[str, Any]:  # fmt: skip
     """Tokens a second with prompt lookup over tokens a second without: where text repeats itself (greedy), by chance
-    (one of two words follows each) and not at all (drawn from random logits, last: the engine is used to better)."""
-    engines = {drafter: Engine(model, **settings, drafter=drafter) for drafter in ("none", "ngram")}
+    (one of two words follows each) and not at all (drawn from random logits, last: the engine is used to better).
+    Layers say next to nothing here, so the text is right whatever a step with drafts does to their states: recorded
+    ones count only after `test_recorded_drafts_agree_with_recorded_steps` on the same card."""
+    engines = {
+        "none": Engine(model, **settings),
+        "ngram": Engine(model, **settings, drafter="ngram", recorded_drafts=recorded),
+    }
     head, embed, result = model.head_weight.detach().clone(), model.embed.detach().clone(), {}
     cases = [(1, kind) for kind in ("one word", "circles of 17", "circles of 150", "one of two", "random")]
     for case, (streams, kind) in enumerate([*cases, (crowd, "circles of 17"), (crowd, "random")], 1):
@@ -211,7 +218,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     most = max(arguments.streams)
     if arguments.only is None:
         result |= measure_plain(arguments, model, Engine(model, **settings))
-    result["drafts"] = drafts(model, words, settings | dict(memory_gib=8 if on_gpu else 1), arguments.tokens, most)
+    settings["memory_gib"] = 8 if on_gpu else 1
+    result["drafts"] = drafts(model, words, settings, arguments.tokens, most, arguments.recorded_drafts)
     return result
 
 
@@ -241,6 +249,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=65_536)
     parser.add_argument("--chats", type=int, default=8)
     parser.add_argument("--only", choices=("drafts",), help="the gate and this part alone")
+    parser.add_argument("--recorded-drafts", action="store_true", help="verify drafts in recorded steps (unproven)")
     parser.add_argument("--profile", action="store_true", help="also where a decoding step's time goes, by kernel")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()

@@ -100,7 +100,9 @@ def new_graphs(model: K3, pages: Pages, scheduler: Scheduler, config: EngineConf
         raise ValueError("the pool has no page to spare for recorded steps; give more memory, or cuda_graphs False")
     scheduler.cache.reserved = 1
     pages.clear(spare)
-    most = config.draft_length if config.drafter == "ngram" and can_try(model) else 0
+    most = config.draft_length if config.recorded_drafts else 0
+    if most and not can_try(model):
+        raise ValueError("recorded_drafts: no kernel of this device verifies drafts of this model; leave it off")
     scheduler.takes_copies = not most
     sizes = [size for size, less in zip(SIZES, (0, *SIZES), strict=False) if less < config.max_running]
     return DecodeGraphs(model, pages, spare[0], scheduler.longest, sizes, most)
