@@ -5,16 +5,8 @@ import torch
 
 from rille.ops.conv import PooledTail, short_conv
 from rille.ops.kda import Gate, PooledState, kda
-from rille.ops.kda.decode import (
-    DecodeLayer,
-    Pools,
-    Projected,
-    Remembered,
-    choose_backend,
-    kda_commit,
-    kda_decode,
-    kda_verify,
-)
+from rille.ops.kda.decode import choose_backend, kda_commit, kda_decode, kda_verify
+from rille.ops.kda.decode_operands import DecodeLayer, Pools, Projected, Remembered
 from rille.ops.norm import gated_rms_norm
 from rille.packing import Packing
 

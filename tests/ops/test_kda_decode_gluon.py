@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 from rille.ops.kda import decode as interface
 from rille.ops.kda import decode_gluon, decode_launch, verify_gluon
 from rille.ops.kda.decode import kda_commit, kda_decode, kda_verify
+from rille.ops.kda.decode_operands import Pools, Projected, Remembered
 from tests.ops import gluon_on_cpu
 from tests.ops.gluon_on_cpu import Kernel
 from tests.ops.test_kda_decode import CASES, assert_pools_close, at, make_inputs, make_layer, make_pools
@@ -69,7 +70,7 @@ def test_slots_at_odd_places_are_refused(kernels):
     layer = make_layer()
     pools = make_pools(layer)
     shifted = torch.empty(pools.tails.numel() + 1)[1:].view_as(pools.tails).copy_(pools.tails)
-    odd = interface.Pools(pools.states, shifted, pools.past)
+    odd = Pools(pools.states, shifted, pools.past)
     with pytest.raises(ValueError, match="tails must start at multiples of 16 bytes"):
         kda_verify(make_inputs(layer, 1, 2), layer, odd, torch.tensor([0]), torch.tensor([0]), backend="gluon")
     with pytest.raises(ValueError, match="tails must start at multiples of 16 bytes"):
@@ -81,7 +82,7 @@ def test_pools_made_whole_lie_right(W):
     """At the smallest sizes, and the first slots of them alone, as the engine takes them."""
     layer = make_layer(H=1, K=16, V=16, W=W)
     states, tails = torch.empty(3, 1, 16, 16), torch.empty(3, W - 1, 48, dtype=torch.bfloat16)
-    past = interface.Remembered.new(3, 1, layer, torch.bfloat16)
+    past = Remembered.new(3, 1, layer, torch.bfloat16)
     decode_launch.check_slots(*(x[:2] for x in (states, tails, past.qkv, past.z, past.u)))
 
 
@@ -90,7 +91,7 @@ def spaced_states(pools, gap):
     slots, size = pools.states.shape[0], pools.states[0].numel()
     wide = torch.full((slots, size + gap), float("nan"))
     states = wide[:, :size].view_as(pools.states).copy_(pools.states)
-    return interface.Pools(states, pools.tails, pools.past), wide[:, size:]
+    return Pools(states, pools.tails, pools.past), wide[:, size:]
 
 
 def test_states_with_gaps_between_slots(kernels):
@@ -118,7 +119,7 @@ def test_inputs_at_odd_places(kernels):
     layer = make_layer()
     pools, again = make_pools(layer), make_pools(layer)
     inputs, slots, accepted = make_inputs(layer, 2, 3), torch.tensor([1, 3]), torch.tensor([0, 0])
-    odd = interface.Projected(*(torch.empty(x.numel() + 1)[1:].view_as(x).copy_(x) for x in vars(inputs).values()))
+    odd = Projected(*(torch.empty(x.numel() + 1)[1:].view_as(x).copy_(x) for x in vars(inputs).values()))
     y_BTV = kda_verify(odd, layer, pools, slots, accepted, backend="gluon")
     torch.testing.assert_close(y_BTV, kda_verify(inputs, layer, again, slots, accepted, backend="reference"))
 

@@ -16,9 +16,9 @@ import torch
 import triton
 from torch import Tensor
 
-from rille.ops.kda import decode_launch
+from rille.ops.kda import DecodeLayer, Pools, Projected, Remembered, decode_launch
 from rille.ops.kda.arguments import Gate
-from rille.ops.kda.decode import DecodeLayer, Pools, Projected, Remembered, kda_commit, kda_decode, kda_verify
+from rille.ops.kda.decode import kda_commit, kda_decode, kda_verify
 from rille.ops.kda.decode_launch import Spread
 
 HEADS, CACHE = 96, 256 * 2**20

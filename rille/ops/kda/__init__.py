@@ -11,7 +11,8 @@ from torch import Tensor
 
 from rille.ops.kda import chunk, reference
 from rille.ops.kda.arguments import HAS_TRITON, Gate, Kda, PooledState, State, check, with_pool
-from rille.ops.kda.decode import DecodeLayer, Pools, Projected, Remembered, kda_commit, kda_decode, kda_verify
+from rille.ops.kda.decode import kda_commit, kda_decode, kda_verify
+from rille.ops.kda.decode_operands import DecodeLayer, Pools, Projected, Remembered
 from rille.ops.kda.segments import cutting
 from rille.ops.kda.transition import segment_transition
 from rille.packing import Packing

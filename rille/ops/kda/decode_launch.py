@@ -5,17 +5,15 @@ Suffixes as in `decode.py`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rille.ops.kda import decode_gluon, decode_kernels, verify_gluon
+from rille.ops.kda.decode_operands import DecodeLayer, Pools, Projected
 from rille.ops.kda.operands import multiprocessors
 from rille.ops.launching import described
-
-if TYPE_CHECKING:
-    from rille.ops.kda.decode import DecodeLayer, Pools, Projected
 
 
 class Spread(NamedTuple):

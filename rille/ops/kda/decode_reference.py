@@ -8,18 +8,14 @@ slots and counts on the host. Suffixes as in `decode.py`; A rows that are not id
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from rille.ops.conv import reference as conv
 from rille.ops.kda import reference
+from rille.ops.kda.decode_operands import DecodeLayer, Pools, Projected
 from rille.ops.norm import reference as norm
 from rille.packing import Packing
-
-if TYPE_CHECKING:
-    from rille.ops.kda.decode import DecodeLayer, Pools, Projected
 
 
 def kda_decode(inputs: Projected, layer: DecodeLayer, pools: Pools, slots_B: Tensor) -> Tensor:
