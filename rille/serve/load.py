@@ -15,7 +15,7 @@ import json
 import os
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -24,7 +24,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rille.serve.config import BenchServeConfig
-from rille.serve.load_report import figures, picture, table
+from rille.serve.load_report import Sample, figures, picture, table
 from rille.serve.load_watch import Watch, course
 from rille.serve.remote import KEY_VARIABLE, Server
 from rille.serve.traces import Session, TraceShape
@@ -32,32 +32,6 @@ from rille.serve.traces import Session, TraceShape
 Json = dict[str, Any]
 
 FIRST_ID = 256  # below are single bytes in most vocabularies
-
-
-@dataclass
-class Sample:
-    """One answered request. Times are seconds since the start of the run; left: by the client, in the middle; error:
-    what went wrong instead."""
-
-    session: int
-    turn: int
-    sent: float
-    prompt: int
-    possible: int
-    first: float = 0.0
-    last: float = 0.0
-    tokens: tuple[int, ...] = ()
-    cached: int = 0
-    left: bool = False
-    error: str | None = None
-
-    @property
-    def ttft(self) -> float:
-        return self.first - self.sent
-
-    @property
-    def tpot(self) -> float | None:
-        return (self.last - self.first) / (len(self.tokens) - 1) if len(self.tokens) > 1 else None
 
 
 def bench(config: BenchServeConfig) -> Json:

@@ -3,19 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from rille.serve.config import BenchServeConfig
 
-if TYPE_CHECKING:
-    from rille.serve.load import Sample
-
 Json = dict[str, Any]
 
 LEAST_DISTINCT = 0.2
+
+
+@dataclass
+class Sample:
+    """One answered request. Times are seconds since the start of the run; left: by the client, in the middle; error:
+    what went wrong instead."""
+
+    session: int
+    turn: int
+    sent: float
+    prompt: int
+    possible: int
+    first: float = 0.0
+    last: float = 0.0
+    tokens: tuple[int, ...] = ()
+    cached: int = 0
+    left: bool = False
+    error: str | None = None
+
+    @property
+    def ttft(self) -> float:
+        return self.first - self.sent
+
+    @property
+    def tpot(self) -> float | None:
+        return (self.last - self.first) / (len(self.tokens) - 1) if len(self.tokens) > 1 else None
 
 
 def figures(samples: Sequence[Sample], seconds: float, config: BenchServeConfig) -> Json:
