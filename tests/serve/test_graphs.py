@@ -53,12 +53,12 @@ def test_recorded_steps_agree_with_steps_as_they_come():
 
 def all_active():
     """Nano in bf16 whose tokens reach all experts. Where few are chosen of many, rounding chooses others, and a random
-    model then writes other text: its logits in bf16 are off by as much as they differ among themselves (0.45, and 0.02
-    with all experts)."""
+    model then writes other text: its logits in bf16 are off by up to as much as they differ among themselves (0.45;
+    0.02 with all experts)."""
     return preset("nano").replace(num_experts=6, init_std=0.1)
 
 
-def compare_drafts(model, lengths, count, served, plain):
+def compare_drafts(lengths, count, served, plain):
     """Tokens that agree, over two turns. Each turn is compared with the same turn of plain steps: prompts from the
     cache run in other batches than they did at first, and rounding alone changes what follows."""
     prompts = [prompt(n, seed=n) for n in lengths]
@@ -96,9 +96,21 @@ def test_recorded_drafts_agree_with_recorded_steps():
     sums otherwise, so two tokens may change places; up to there the figures agree."""
     model = new_model(all_active(), dtype=torch.bfloat16, device="cuda", seed=1)
     served = with_drafts(model)
-    agreed = compare_drafts(model, LENGTHS, 40, served, Engine(model, num_pages=200, hash_unit=64))
+    agreed = compare_drafts(LENGTHS, 40, served, Engine(model, num_pages=200, hash_unit=64))
     assert sum(agreed[:8]) > 120 and sum(agreed[8:]) > 120, agreed
     assert {shape.tokens for shape, _ in served.runner.graphs._recorded} >= {5}
+
+
+@pytest.mark.gpu
+def test_drafts_op_by_op_agree_with_recorded_steps():
+    """What a GPU does by default. Other kernels run them, so tokens change places sooner; states that are wrong by one
+    token let no more than 6 of each 40 agree."""
+    model = new_model(all_active(), dtype=torch.bfloat16, device="cuda", seed=1)
+    common = {"num_pages": 200, "hash_unit": 64}
+    served = Engine(model, **common, drafter=Scripted(model, lambda place: place % 3 == 2), adaptive_drafts=False)
+    agreed = compare_drafts(LENGTHS, 40, served, Engine(model, **common))
+    assert sum(agreed[:8]) > 80 and sum(agreed[8:]) > 80, agreed
+    assert {shape.tokens for shape, _ in served.runner.graphs._recorded} <= {1}
 
 
 def forgetful(commit):
@@ -125,11 +137,11 @@ def test_the_gate_of_recorded_drafts_tells_right_from_wrong(monkeypatch, fault):
     served = with_drafts(model, sizes=range(1, 9), captures=False)
     plain = Engine(model, num_pages=200, hash_unit=64)
     if fault is None:
-        agreed = compare_drafts(model, LENGTHS, 40, served, plain)
+        agreed = compare_drafts(LENGTHS, 40, served, plain)
         assert sum(agreed[:8]) > 120 and sum(agreed[8:]) > 120, agreed
         return
     with pytest.raises(AssertionError):
-        agreed = compare_drafts(model, LENGTHS, 40, served, plain)
+        agreed = compare_drafts(LENGTHS, 40, served, plain)
         assert sum(agreed[:8]) > 120 and sum(agreed[8:]) > 120, agreed
 
 
