@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import triton
+from measuring import gate_then_times, parser_of
 from torch import Tensor
 
 from rille.ops.cross_entropy import fused, linear_cross_entropy
@@ -167,30 +166,19 @@ def times(options: argparse.Namespace, report: dict[str, Any]) -> None:
         report["rows"].append(row)
         print(f"  {report['rows'][-1]['work']}", report["rows"][-1], flush=True)
         torch.cuda.empty_cache()
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "cross_entropy.json").write_text(json.dumps(report, indent=1))
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "cross_entropy.json").write_text(json.dumps(report, indent=1))
     print(f"\n{report['device']}, copy {report['copy TB/s']:.2f} TB/s; ms, bf16; w, b: score in other warps and blocks")
     print_table(report["rows"])
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("."))
-    parser.add_argument("--part", choices=("gate", "time"), help="one half only")
+    parser = parser_of(__doc__)
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--quick", action="store_true", help="the smallest shape, no sweeps")
     options = parser.parse_args(arguments)
-    report: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-        "versions": {name: version(name) for name in ("torch", "triton")},
-        "gate": [] if options.part == "time" else check_all(options.quick),
-    }
-    if options.part != "gate":
-        times(options, report)
-    failures = [f"gate: {what} is off by {error:.2e}" for what, error, limit in report["gate"] if not error <= limit]
-    if failures:
-        raise SystemExit("\n".join(failures))
+    gate_then_times(options.part, lambda: check_all(options.quick), lambda report: times(options, report))
 
 
 if __name__ == "__main__":

@@ -13,14 +13,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
-from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
+from measuring import called_us, copy_speed, gate_then_times, graph_us, parser_of
 from torch import Tensor
 
 from rille.ops.embedding import launch, reference
@@ -53,26 +50,6 @@ def check_all() -> list[tuple[str, float, float]]:
     return rows
 
 
-def graph_us(call: Callable[[], Any]) -> float:
-    """In a CUDA graph; NaN, and a line that says why, where that fails."""
-    try:
-        return float(triton.testing.do_bench_cudagraph(call, rep=10, return_mode="median")) * 1e3
-    except (RuntimeError, ValueError, TypeError, triton.TritonError) as error:
-        print(f"  FAIL: {str(error).splitlines()[0][:160]}", flush=True)
-        return float("nan")
-
-
-def event_us(call: Callable[[], Any]) -> float:
-    return float(triton.testing.do_bench(call, warmup=10, rep=40, return_mode="median")) * 1e3
-
-
-def copy_speed() -> float:
-    """Bytes a microsecond, read and written."""
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * 2**30 / event_us(lambda: target.copy_(source))
-
-
 def measure(N: int, D: int, W: int, kind: str, speed: float) -> dict[str, Any]:
     dy, ids = draw(N, D, W, kind)
     row: dict[str, Any] = {"work": f"{kind} N{N} D{D} W{W}", "words": int(ids.unique().numel())}
@@ -81,8 +58,8 @@ def measure(N: int, D: int, W: int, kind: str, speed: float) -> dict[str, Any]:
     row["share"] = row["floor"] / row["ours"]
     row["sort"] = graph_us(lambda: torch.sort(ids.to(torch.int32), stable=True))
     row["fill"] = graph_us(lambda: torch.zeros(W, D, dtype=dy.dtype, device="cuda"))
-    row["called"] = event_us(lambda: launch.embed_backward(dy, ids, W))
-    row["torch"] = event_us(lambda: torch.ops.aten.embedding_dense_backward(dy, ids, W, -1, False))
+    row["called"] = called_us(lambda: launch.embed_backward(dy, ids, W))
+    row["torch"] = called_us(lambda: torch.ops.aten.embedding_dense_backward(dy, ids, W, -1, False))
     return row
 
 
@@ -102,29 +79,18 @@ def times(options: argparse.Namespace, report: dict[str, Any]) -> None:
             report["rows"].append(measure(*shape, kind, speed))
             print(" ", report["rows"][-1], flush=True)
             torch.cuda.empty_cache()
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "embedding.json").write_text(json.dumps(report, indent=1))
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "embedding.json").write_text(json.dumps(report, indent=1))
     print(f"\n{report['device']}, copy {report['copy TB/s']:.2f} TB/s; microseconds, bf16")
     print_table(report["rows"])
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("."))
-    parser.add_argument("--part", choices=("gate", "time"), help="one half only")
+    parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="as it is: this program is quick")
     options = parser.parse_args(arguments)
-    report: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-        "versions": {name: version(name) for name in ("torch", "triton")},
-        "gate": [] if options.part == "time" else check_all(),
-    }
-    if options.part != "gate":
-        times(options, report)
-    failures = [f"gate: {what} is off by {error:.2e}" for what, error, limit in report["gate"] if not error <= limit]
-    if failures:
-        raise SystemExit("\n".join(failures))
+    gate_then_times(options.part, check_all, lambda report: times(options, report))
 
 
 if __name__ == "__main__":

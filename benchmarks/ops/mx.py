@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
+from measuring import called_us, copy_speed, gate_then_times, graph_us, parser_of
 from torch import Tensor
 
 from rille.ops.mx import blocks, stream
@@ -83,27 +81,6 @@ def check_all() -> list[tuple[str, float, float]]:
     return rows
 
 
-def median_us(call: Callable[[], Any]) -> float:
-    """In a CUDA graph; NaN, and a line that says why, where that fails."""
-    try:
-        return float(triton.testing.do_bench_cudagraph(call, rep=10, return_mode="median")) * 1e3
-    except (RuntimeError, ValueError, TypeError, triton.TritonError) as error:
-        print(f"  FAIL: {str(error).splitlines()[0][:160]}", flush=True)
-        return float("nan")
-
-
-def by_events_us(call: Callable[[], Any]) -> float:
-    """Called from Python, for what cannot be captured in a graph."""
-    return float(triton.testing.do_bench(call, warmup=10, rep=40, return_mode="median")) * 1e3
-
-
-def copy_speed() -> float:
-    """Bytes a microsecond, read and written."""
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * 2**30 / by_events_us(lambda: target.copy_(source))
-
-
 def measure(what: str, fp8: bool, speed: float, with_compile: bool) -> dict[str, Any]:
     w = torch.randn(ROWS, COLUMNS, device="cuda").bfloat16()
     codes, scales = stream.quantise(w, fp8)
@@ -116,12 +93,12 @@ def measure(what: str, fp8: bool, speed: float, with_compile: bool) -> dict[str,
     packed = codes.numel() + scales.numel()
     moved = 2 * w.numel() + (2 * w.numel() if what == "fake" else packed)
     row: dict[str, Any] = {"op": f"{what} {'e4m3' if fp8 else 'e2m1'}", "floor": moved / speed}
-    row["ours"] = median_us(lambda: ours(*arguments))
+    row["ours"] = graph_us(lambda: ours(*arguments))
     row["share"] = row["floor"] / row["ours"]
-    row["plain"] = by_events_us(lambda: plain(*arguments))
+    row["plain"] = called_us(lambda: plain(*arguments))
     if with_compile:
         compiled = torch.compile(plain, dynamic=False)
-        row["compile"] = median_us(lambda: compiled(*arguments))
+        row["compile"] = graph_us(lambda: compiled(*arguments))
     return row
 
 
@@ -142,29 +119,18 @@ def times(options: argparse.Namespace, report: dict[str, Any]) -> None:
             report["rows"].append(measure(what, fp8, speed, compiling))
             print(" ", report["rows"][-1], flush=True)
             torch.cuda.empty_cache()
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "mx.json").write_text(json.dumps(report, indent=1))
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "mx.json").write_text(json.dumps(report, indent=1))
     print(f"\n{report['device']}, copy {report['copy TB/s']:.2f} TB/s; microseconds, {ROWS} x {COLUMNS} bf16")
     print_table(report["rows"])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("."))
-    parser.add_argument("--part", choices=("gate", "time"), help="one half only")
+    parser = parser_of(__doc__)
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile of the plain form")
     options = parser.parse_args()
-    report: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-        "versions": {name: version(name) for name in ("torch", "triton")},
-        "gate": [] if options.part == "time" else check_all(),
-    }
-    if options.part != "gate":
-        times(options, report)
-    failures = [f"gate: {what}: {error:.0f} elements differ" for what, error, limit in report["gate"] if error > limit]
-    if failures:
-        raise SystemExit("\n".join(failures))
+    gate_then_times(options.part, check_all, lambda report: times(options, report))
 
 
 if __name__ == "__main__":

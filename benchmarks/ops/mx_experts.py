@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
+from measuring import copy_speed, gate_then_times, graph_us, parser_of
 from torch import Tensor
 
 from rille.ops import moe
@@ -93,22 +91,6 @@ def check_all() -> list[tuple[str, float, float]]:
     return rows
 
 
-def median_us(call: Callable[[], Any]) -> float:
-    """In a CUDA graph; NaN, and a line that says why, where that fails."""
-    try:
-        return float(triton.testing.do_bench_cudagraph(call, rep=20, return_mode="median")) * 1e3
-    except (RuntimeError, ValueError, TypeError, triton.TritonError) as error:
-        print(f"  FAIL: {str(error).splitlines()[0][:160]}", flush=True)
-        return float("nan")
-
-
-def copy_speed() -> float:
-    """Bytes a microsecond, read and written."""
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * 2**30 / (float(triton.testing.do_bench(lambda: target.copy_(source), return_mode="median")) * 1e3)
-
-
 def measure(e: PackedExperts, N: int, speed: float) -> dict[str, Any]:
     E, tile = len(e.w13), experts_launch.tile_of(N)
     tiles = experts_launch.tiles_bound(N * A, E, tile)
@@ -139,7 +121,7 @@ def measure(e: PackedExperts, N: int, speed: float) -> dict[str, Any]:
 
 def in_turns(call: Callable[[int], Any]) -> float:
     """Microseconds of one call, taken over all draws."""
-    return median_us(lambda: [call(i) for i in range(DRAWS)]) / DRAWS
+    return graph_us(lambda: [call(i) for i in range(DRAWS)]) / DRAWS
 
 
 def peers(N: int) -> dict[str, Any]:
@@ -151,9 +133,9 @@ def peers(N: int) -> dict[str, Any]:
         for codes, scale in ((e.w13, e.w13_scale), (e.w2, e.w2_scale))
     ), SITU)  # fmt: skip
     row: dict[str, Any] = {"tokens": N, "experts": int(call[1].unique().numel())}
-    row["ours"] = median_us(lambda: run(call, e))
-    row["bf16 weights"] = median_us(lambda: moe.expert_glu(*call, wide, backend="triton"))
-    row["dequantised"] = median_us(lambda: packed_expert_glu(*call, e, backend="dequantised"))
+    row["ours"] = graph_us(lambda: run(call, e))
+    row["bf16 weights"] = graph_us(lambda: moe.expert_glu(*call, wide, backend="triton"))
+    row["dequantised"] = graph_us(lambda: packed_expert_glu(*call, e, backend="dequantised"))
     return row
 
 
@@ -174,30 +156,19 @@ def times(options: argparse.Namespace, report: dict[str, Any]) -> None:
     del e
     torch.cuda.empty_cache()
     report["peers"] = peers(8)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "mx_experts.json").write_text(json.dumps(report, indent=1))
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "mx_experts.json").write_text(json.dumps(report, indent=1))
     print(f"\n{report['device']}, copy {report['copy TB/s']:.2f} TB/s; microseconds, L {L} F {F}, top {A} of {E}")
     print_table(report["rows"])
     print_table([report["peers"]])
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("."))
-    parser.add_argument("--part", choices=("gate", "time"), help="one half only")
+    parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="as it is: this program is quick")
     options = parser.parse_args(arguments)
-    report: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-        "versions": {name: version(name) for name in ("torch", "triton")},
-        "gate": [] if options.part == "time" else check_all(),
-    }
-    if options.part != "gate":
-        times(options, report)
-    failures = [f"gate: {what} is off by {error:.2e}" for what, error, limit in report["gate"] if not error <= limit]
-    if failures:
-        raise SystemExit("\n".join(failures))
+    gate_then_times(options.part, check_all, lambda report: times(options, report))
 
 
 if __name__ == "__main__":

@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
+from measuring import copy_speed, gate_then_times, graph_us, parser_of
 from torch import Tensor
 from torch.nn import functional
 
@@ -123,23 +121,6 @@ def check_all(quick: bool) -> list[tuple[str, float, float]]:
     return rows
 
 
-def median_us(call: Callable[[], Any]) -> float:
-    """In a CUDA graph; NaN, and a line that says why, where that fails."""
-    try:
-        return float(triton.testing.do_bench_cudagraph(call, rep=10, return_mode="median")) * 1e3
-    except (RuntimeError, ValueError, TypeError, triton.TritonError) as error:
-        print(f"  FAIL: {str(error).splitlines()[0][:160]}", flush=True)
-        return float("nan")
-
-
-def copy_speed() -> float:
-    """Bytes a microsecond, read and written."""
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    ms = triton.testing.do_bench(lambda: target.copy_(source), warmup=10, rep=40, return_mode="median")
-    return 2 * 2**30 / (float(ms) * 1e3)
-
-
 def launches(op: Op, leaves: list[Tensor]) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """The forward and the backward launch without autograd."""
     flat = [x.detach().reshape(-1, x.shape[-1]) if x.ndim > 1 else x.detach() for x in leaves]
@@ -186,19 +167,19 @@ def measure(op: Op, speed: float, with_compile: bool, quick: bool) -> dict[str, 
     leaves = op.leaves(op.shape, torch.bfloat16)
     unit = leaves[0].numel() * 2 / speed
     forward, backward = launches(op, leaves)
-    row: dict[str, Any] = {"op": op.name, "floor f": op.forward_units * unit, "f": median_us(forward)}
-    row |= {"share f": row["floor f"] / row["f"], "floor b": op.backward_units * unit, "b": median_us(backward)}
+    row: dict[str, Any] = {"op": op.name, "floor f": op.forward_units * unit, "f": graph_us(forward)}
+    row |= {"share f": row["floor f"] / row["f"], "floor b": op.backward_units * unit, "b": graph_us(backward)}
     row |= {"share b": row["floor b"] / row["b"]}
     with torch.no_grad():
-        row["eager f"] = median_us(eager(op, leaves))
+        row["eager f"] = graph_us(eager(op, leaves))
     if quick:
         return row
-    row["f+b"] = median_us(with_gradient(lambda: op.call(leaves, "triton"), leaves))
+    row["f+b"] = graph_us(with_gradient(lambda: op.call(leaves, "triton"), leaves))
     if with_compile:
         compiled = torch.compile(op.plain, dynamic=False)
         with torch.no_grad():
-            row["compile f"] = median_us(lambda: compiled(leaves))
-        row["compile f+b"] = median_us(with_gradient(lambda: compiled(leaves), leaves))
+            row["compile f"] = graph_us(lambda: compiled(leaves))
+        row["compile f+b"] = graph_us(with_gradient(lambda: compiled(leaves), leaves))
     return row
 
 
@@ -218,31 +199,20 @@ def times(options: argparse.Namespace, report: dict[str, Any]) -> None:
         report["rows"].append(measure(op, speed, compiling, options.quick))
         print(" ", report["rows"][-1], flush=True)
         torch.cuda.empty_cache()
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "norm.json").write_text(json.dumps(report, indent=1))
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "norm.json").write_text(json.dumps(report, indent=1))
     print(f"\n{report['device']}, copy {report['copy TB/s']:.2f} TB/s; microseconds, bf16; f forward, b backward")
     print_table(report["rows"])
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("."))
-    parser.add_argument("--part", choices=("gate", "time"), help="one half only")
+    parser = parser_of(__doc__)
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile of the definitions")
     parser.add_argument("--quick", action="store_true", help="our kernels and eager PyTorch, timed shapes alone")
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
-    report: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-        "versions": {name: version(name) for name in ("torch", "triton")},
-        "gate": [] if options.part == "time" else check_all(options.quick),
-    }
-    if options.part != "gate":
-        times(options, report)
-    failures = [f"gate: {what} is off by {error:.2e}" for what, error, limit in report["gate"] if not error <= limit]
-    if failures:
-        raise SystemExit("\n".join(failures))
+    gate_then_times(options.part, lambda: check_all(options.quick), lambda report: times(options, report))
 
 
 if __name__ == "__main__":
