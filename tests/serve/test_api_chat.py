@@ -122,7 +122,7 @@ def test_content_and_reasoning(server, client, tokenizer):
 
 
 def test_a_stream_has_reasoning_then_content_then_the_reason(server, client, tokenizer):
-    server.say(reply_ids(tokenizer, reasoning_content="think a bit", content="say a bit"))
+    server.say(reply_ids(tokenizer, reasoning_content="think a bit", content="say a bit"), gap_s=0.02)
     chunks, _ = streamed(client)
     deltas = [chunk.choices[0] for chunk in chunks[:-1]]
     assert deltas[0].delta.role == "assistant"

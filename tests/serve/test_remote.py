@@ -38,7 +38,7 @@ def talk(server, *, tools=(), **settings) -> RemoteDialogue:
 
 def test_a_turn_streams_and_is_remembered(server, tokenizer):
     said = {"reasoning_content": "Hm, é.", "content": "Hello\nyou 🙂"}
-    server.say(ids := reply_ids(tokenizer, **said), cached=9)
+    server.say(ids := reply_ids(tokenizer, **said), cached=9, gap_s=0.02)
     chat = talk(server, system="Be brief.")
     events = list(chat.say("hi"))
     assert [type(event) for event in join_events(events[:-1])] == [Reasoning, Content] and len(events) > 3, "it streams"
