@@ -26,6 +26,7 @@ from torch import Tensor
 from rille.serve.schema import SamplingParams
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
+LEAST_HEAT = 1e-100  # a lower temperature changes no digit, and logits divided by it could become infinite
 
 Lot = tuple[float, float, float, float, float]
 """What draws one token from its logits: temperature (0: the likeliest), u, top_k (infinite: all), top_p, min_p."""
@@ -67,7 +68,8 @@ class Row:
 
 
 def lot_of(params: SamplingParams, number: float) -> Lot:
-    return params.temperature, number, params.top_k or math.inf, params.top_p, params.min_p
+    heat = max(params.temperature, LEAST_HEAT) if params.temperature > 0 else 0.0
+    return heat, number, params.top_k or math.inf, params.top_p, params.min_p
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf, isfinite
+from math import inf
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ MissReason = Literal["cold", "evicted", "no_checkpoint", "below_unit", "draft"]
 end of the prompt below one hash unit; given up for the drafter."""
 
 MAX_TOP_LOGPROBS = 20
+MAX_BIAS = 1e6  # of a logit: beyond, logits of 32 bits would come to infinity together with penalties
 
 
 class Refused(Exception):
@@ -96,6 +97,7 @@ class SamplingParams:
             "max_tokens": (self.max_tokens, 1, inf),
             "temperature": (self.temperature, 0, 100),
             "min_p": (self.min_p, 0, 1),
+            "repetition_penalty": (self.repetition_penalty, 0.01, 100),
             "top_k": (self.top_k, 0, inf),
             "presence_penalty": (self.presence_penalty, -2, 2),
             "frequency_penalty": (self.frequency_penalty, -2, 2),
@@ -109,12 +111,17 @@ class SamplingParams:
                 raise ValueError(f"{name} is {value}; it must be from {low} to {high}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
-        if not 0 < self.repetition_penalty < inf:
-            raise ValueError(f"repetition_penalty is {self.repetition_penalty}; it must be above 0")
-        if any(not isfinite(bias) for bias in self.logit_bias.values()):
-            raise ValueError(f"logit_bias has the values {dict(self.logit_bias)}; they must be finite")
+        if far := [bias for bias in self.logit_bias.values() if not abs(bias) <= MAX_BIAS]:
+            raise ValueError(f"logit_bias has the value {far[0]}; it must be from {-MAX_BIAS:g} to {MAX_BIAS:g}")
+        if isinstance(self.stop, str):
+            raise ValueError(f"stop is the text {self.stop!r:.80}; give a list of texts, for one text is many letters")
         if any(not text for text in self.stop):
             raise ValueError("stop has an empty string; give texts of at least one character")
+        if self.min_tokens and self.grammar is not None:
+            raise ValueError(
+                f"min_tokens is {self.min_tokens}, but a grammar (of tools, or of a response format) decides where a "
+                "reply may end; leave one of them out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ import torch
 from rille.serve.sampler import LEAST_LOGPROB, Row, draw, probabilities, uniform
 from rille.serve.schema import SamplingParams
 from rille.serve.stopping import StopStrings
+from rille.text.grammar import Grammar
 
 W = 12
 LOGITS = torch.randn(W, generator=torch.Generator().manual_seed(4)) * 2
@@ -105,6 +106,27 @@ def test_penalties_bias_and_masks():
     assert drawn.token == 2 and drawn.logprob == pytest.approx(float(torch.log_softmax(flat, -1)[2]))
 
 
+@pytest.mark.parametrize("temperature", [1e-30, 1e-99, 1e-308, 5e-324])
+@pytest.mark.parametrize("cut", [{}, {"top_k": 5}, {"top_p": 1e-300}, {"min_p": 1.0}], ids=str)
+def test_the_smallest_temperature_is_greedy(temperature, cut):
+    """Logits divided by it must not become infinite, of which the softmax is no number, and the draw the first id."""
+    assert LOGITS.argmax() != 0
+    tokens = {
+        d.token for d in draw(LOGITS.expand(20, -1) * 100, [row(n, temperature=temperature, **cut) for n in range(20)])
+    }
+    assert tokens == {int(LOGITS.argmax())}
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_extreme_biases_and_penalties_leave_a_distribution(sign):
+    """All at their limits at once: probabilities are numbers and come to 1, and what was pushed up is drawn."""
+    extreme = {"repetition_penalty": 0.01, "presence_penalty": -2.0, "frequency_penalty": -2.0, "written": [1] * 5000}
+    one = row(3, logit_bias={3: sign * 1e6, 4: -1e6}, **extreme)
+    p = probabilities(LOGITS[None] * 30, [one])[0]
+    assert torch.isfinite(p).all() and float(p.sum()) == pytest.approx(1)
+    assert draw(LOGITS[None] * 30, [one])[0].token == (3 if sign > 0 else 1)
+
+
 def test_a_row_that_is_no_number_fails_alone():
     logits = LOGITS.repeat(5, 1)
     logits[1, 3], logits[2, 0] = math.nan, math.inf
@@ -163,7 +185,14 @@ def test_stop_strings(stops, text, out, matched, size):
         (dict(max_tokens=0), "max_tokens is 0"),
         (dict(min_tokens=200), "min_tokens is 200; it must be from 0 to 128"),
         (dict(repetition_penalty=0), "repetition_penalty is 0"),
-        (dict(logit_bias={1: math.inf}), "must be finite"),
+        (dict(repetition_penalty=1e-40), "repetition_penalty is 1e-40"),
+        (dict(repetition_penalty=1e300), "repetition_penalty is 1e[+]300"),
+        (dict(logit_bias={1: math.inf}), "logit_bias has the value inf; it must be from -1e[+]06 to 1e[+]06"),
+        (dict(logit_bias={1: math.nan}), "logit_bias has the value nan"),
+        (dict(logit_bias={1: 0.0, 2: -1e300}), "logit_bias has the value -1e[+]300"),
+        (dict(logit_bias={1: 10**400}), "logit_bias has the value 1000"),
+        (dict(stop="END"), "stop is the text 'END'; give a list"),
+        (dict(min_tokens=1, grammar=Grammar("")), "min_tokens is 1, but a grammar"),
         (dict(top_logprobs=21), "top_logprobs is 21"),
         (dict(stop=("",)), "empty string"),
         (dict(n=0), "n is 0"),
