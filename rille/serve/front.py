@@ -146,7 +146,14 @@ class Front:
         )
         drop = not offered or ask.tool_choice == "none"
         readers = [
-            ChatReader(self.tokenizer, prepared.prompt.channel, drop_calls=drop, stops=ask.stop)
+            ChatReader(
+                self.tokenizer,
+                prepared.prompt.channel,
+                drop_calls=drop,
+                stops=ask.stop,
+                stop_ids=params.stop_ids,
+                min_tokens=params.min_tokens,
+            )
             for _ in range(params.n)
         ]
         return self._submit(request, readers, has_thinking=prepared.prompt.channel == "think")

@@ -69,10 +69,24 @@ class TextReader:
 
 
 class ChatReader:
-    """One assistant message. The stop strings are looked for in the answer alone: not in the thinking, nor in calls."""
+    """One assistant message. The stop strings are looked for in the answer alone: not in the thinking, nor in calls.
 
-    def __init__(self, tokenizer: Tokenizer, channel: Channel | None, *, drop_calls: bool, stops: Sequence[str]):
+    stop_ids, min_tokens: as in `SamplingParams`; a word among the stop ids ends the text and is no part of it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        channel: Channel | None,
+        *,
+        drop_calls: bool,
+        stops: Sequence[str],
+        stop_ids: Iterable[int] = (),
+        min_tokens: int = 0,
+    ):
         self.is_stopped = False
+        self._stop_words = frozenset(stop_ids) - frozenset(tokenizer.specials.values())
+        self._min_tokens = min_tokens
         self._parser = Parser(tokenizer, start=channel, drop_calls=drop_calls)
         self._strings = StopStrings(stops)
         self._matched: str | None = None
@@ -81,7 +95,7 @@ class ChatReader:
 
     def take(self, output: TokenOutput) -> list[Event]:
         self._num_tokens += 1
-        events = self._parser.feed_ids([output.token])
+        events = self._parser.feed_ids([output.token] if output.token not in self._stop_words else ())
         self._count_reasoning(events)
         return self._pass_on(events)
 
@@ -108,6 +122,8 @@ class ChatReader:
         return passed
 
     def _content(self, text: str) -> list[Event]:
+        if self._num_tokens < self._min_tokens:
+            return [Content(text)]
         out, self._matched = self._strings.feed(text)
         self.is_stopped = self._matched is not None
         return [Content(out)] if out else []
