@@ -23,9 +23,10 @@ from rille.serve.asking import (
     read_tool_choice,
     read_top_logprobs,
 )
-from rille.serve.front import Front, Turn, token_logprobs
+from rille.serve.front import Front, Turn
 from rille.serve.replying import Ended, Gathered, Piece, total
 from rille.serve.schema import Usage
+from rille.serve.spelling import entry
 from rille.serve.sse import DONE, HOLE, Form, event
 from rille.text.reply import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
 
@@ -131,7 +132,7 @@ def _choice(front: Front, index: int, choice: Gathered, wants_logprobs: bool) ->
             {"id": new_call_id(), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in choice.calls
         ]
-    tokens = [token_logprobs(front, token) for token in choice.tokens] if wants_logprobs else None
+    tokens = [entry(front.tokenizer, token) for token in choice.tokens] if wants_logprobs else None
     return {
         "index": index,
         "message": message,
@@ -204,7 +205,7 @@ async def stream(
 
 
 def _piece_logprobs(front: Front, piece: Piece) -> Json | None:
-    return {"content": [token_logprobs(front, token) for token in piece.tokens]} if piece.tokens else None
+    return {"content": [entry(front.tokenizer, token) for token in piece.tokens]} if piece.tokens else None
 
 
 def _delta(one: Event) -> Json | None:

@@ -17,7 +17,8 @@ from rille.serve.asking import Ask, Body, Json, SamplingBody, read_stops, read_t
 from rille.serve.chat_api import usage_body, with_known_role
 from rille.serve.front import Front, Turn
 from rille.serve.replying import Ended, Gathered, Piece, total
-from rille.serve.schema import TokenOutput, Usage
+from rille.serve.schema import Usage
+from rille.serve.spelling import Lists
 from rille.serve.sse import DONE, HOLE, Form, event
 from rille.text.reply import Content
 
@@ -48,6 +49,7 @@ class CompletionBody(SamplingBody):
         sampling["stop"] = read_stops(self.stop)
         sampling["logprobs"] = self.logprobs is not None
         sampling["top_logprobs"] = read_top_logprobs(self.logprobs or 0, "logprobs")
+        echoes = [front.tokenizer.decode(ids) if self.echo else "" for ids in prompts]
         turns: list[Turn] = []
         is_whole = False
         try:
@@ -58,7 +60,6 @@ class CompletionBody(SamplingBody):
             if not is_whole:
                 for turn in turns:
                     turn.abort()
-        echoes = [front.tokenizer.decode(ids) if self.echo else "" for ids in prompts]
         return Completions(turns, echoes, self.logprobs is not None, bool(self.return_token_ids))
 
 
@@ -141,7 +142,7 @@ async def whole(front: Front, completions: Completions, model: str) -> Json:
         {
             "index": index,
             "text": completions.echoes[index // completions.num_each] + choice.content,
-            "logprobs": _logprobs(front, choice.tokens, 0) if completions.wants_logprobs else None,
+            "logprobs": Lists(front.tokenizer).of(choice.tokens) if completions.wants_logprobs else None,
             "finish_reason": ends[index].reason,
             **({"token_ids": [token.token for token in choice.tokens]} if completions.wants_ids else {}),
         }
@@ -180,7 +181,7 @@ async def stream(front: Front, completions: Completions, model: str, wants_usage
     """The same reply as chunks."""
     head = _head(completions, model)
     chunks = _Chunks(head, {"usage": None} if wants_usage else {}, completions.wants_ids)
-    offsets: dict[int, int] = {}
+    lists: dict[int, Lists] = {}
     ends: dict[int, Ended] = {}
     for place, echo in enumerate(completions.echoes):
         for choice in range(completions.num_each if echo else 0):
@@ -194,33 +195,13 @@ async def stream(front: Front, completions: Completions, model: str, wants_usage
             text = "".join(one.text for one in piece.events if isinstance(one, Content))
             logprobs = None
             if completions.wants_logprobs and piece.tokens:
-                logprobs = _logprobs(front, piece.tokens, offsets.get(piece.index, 0))
-                offsets[piece.index] = offsets.get(piece.index, 0) + sum(map(len, logprobs["tokens"]))
+                logprobs = lists.setdefault(piece.index, Lists(front.tokenizer)).of(piece.tokens)
             ids = [token.token for token in piece.tokens]
             if text or logprobs or (ids and completions.wants_ids):
                 yield chunks.of(piece.index, text, logprobs, ids)
     if wants_usage:
         yield event({**head, "choices": [], "usage": usage_body(completions.usage(ends), 0)})
     yield DONE
-
-
-def _logprobs(front: Front, tokens: Sequence[TokenOutput], offset: int) -> Json:
-    """OpenAI's older form: lists side by side."""
-    texts = [_text(front, token.token) for token in tokens]
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
-    return {
-        "tokens": texts,
-        "token_logprobs": [token.logprob for token in tokens],
-        "top_logprobs": [{_text(front, i): logprob for i, logprob in token.top_logprobs} for token in tokens],
-        "text_offset": offsets,
-    }
-
-
-def _text(front: Front, token: int) -> str:
-    return front.tokenizer.token_bytes(token).decode("utf-8", errors="replace")
 
 
 class TokenizeBody(Body):

@@ -293,18 +293,6 @@ def _by_choice(batch: Sequence[Output]) -> dict[int, list[Output]]:
     return found
 
 
-def token_entry(front: Front, token: int, logprob: float | None) -> Json:
-    """A token as the OpenAI APIs name one: its text, its bytes, its log-probability."""
-    bytes_ = front.tokenizer.token_bytes(token)
-    return {"token": bytes_.decode("utf-8", errors="replace"), "logprob": logprob, "bytes": list(bytes_)}
-
-
-def token_logprobs(front: Front, output: TokenOutput) -> Json:
-    """A token with those that were likeliest in its place."""
-    top = [token_entry(front, token, logprob) for token, logprob in output.top_logprobs]
-    return {**token_entry(front, output.token, output.logprob), "top_logprobs": top}
-
-
 def _begun(last: Json, prompt: Prompt) -> str:
     """Text in the open channel that a partial message has given already."""
     if last.get("role") != "assistant" or not last.get("partial"):

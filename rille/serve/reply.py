@@ -125,7 +125,7 @@ class Reply:
     def _text(self, token: int) -> str:
         """What became readable. A model may have more words than its tokenizer; those have no text."""
         assert self._stream is not None and self._tokenizer is not None
-        if token >= self._tokenizer.vocab_size:
+        if token not in self._tokenizer:
             return self._stream.finish() + "\ufffd"
         return self._stream.feed(token)
 

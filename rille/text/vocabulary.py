@@ -123,6 +123,10 @@ class Tokenizer(ABC):
             raise ValueError(f"ids must be a list or a tensor of token ids, not {kind(ids)}")
         return b"".join(self.token_bytes(i) for i in ids).decode("utf-8", errors="replace")
 
+    def __contains__(self, token: int) -> bool:
+        """Whether the vocabulary holds an id; a model may have more words than its tokenizer."""
+        return token in self._words or token in self._names
+
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token stands for (the UTF-8 name of a special one). Raises ValueError for an unknown id."""
         number = token_id(token)

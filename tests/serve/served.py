@@ -108,7 +108,8 @@ class ScriptedEngine:
             text, matched = "", None
             if script.text and token not in self.tokenizer.stop_ids:
                 text, matched = strings.feed(stream.feed(token))
-            top = ((token, -0.5), (5, -2.5))[: params.top_logprobs]
+            beyond = self.tokenizer.vocab_size + 1  # a word that only the model has
+            top = ((token, -0.5), (5, -2.5), (beyond, -3.5))[: params.top_logprobs]
             written += 1
             yield [TokenOutput(index, token, -0.5 if params.logprobs else None, top, 0, text)]
             if matched is not None:

@@ -73,6 +73,51 @@ def test_completions_stream_what_they_say_whole(server, client, tokenizer):
             assert joined == getattr(choice.logprobs, name)
 
 
+def test_log_probabilities_name_every_token(server, client, tokenizer):
+    """Parts of characters do not fall on one name, offsets are places in the text, and a word that only the model has
+    among the likeliest is no fault; whole and streamed."""
+    text = "é🙂!"
+    ids = tokenizer.encode(text)
+    assert len(ids) == 7, "every byte is a token here"
+    request = {"model": "tiny", "prompt": "a", "max_tokens": 50, "logprobs": 3}
+    for _ in range(2):
+        server.say(ids, gap_s=0.01)
+    whole = client.completions.create(**request).choices[0].logprobs
+    pieces = [c.choices[0].logprobs for c in client.completions.create(stream=True, **request) if c.choices]
+    for found in (whole, *[piece for piece in pieces if piece]):
+        assert all(name in top for name, top in zip(found.tokens, found.top_logprobs, strict=True))
+        assert all(top[f"token_id:{tokenizer.vocab_size + 1}"] == -3.5 for top in found.top_logprobs)
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [one for piece in pieces if piece for one in getattr(piece, name)] == getattr(whole, name)
+    assert whole.tokens == [*(f"bytes:\\x{byte:02x}" for byte in "é🙂".encode()), "!"]
+    assert len(set(whole.tokens)) == len(ids) and whole.text_offset == [0, 0, 1, 1, 1, 1, 2]
+    server.say(ids)
+    chosen = client.completions.create(**{**request, "logprobs": 0}).choices[0].logprobs
+    assert chosen.top_logprobs == [{name: -0.5} for name in chosen.tokens]
+
+
+def test_chat_log_probabilities_of_words_that_only_the_model_has(server, client, tokenizer):
+    ids = reply_ids(tokenizer, content="é")
+    server.say(ids)
+    request = {"model": "tiny", "messages": [USER], "logprobs": True, "top_logprobs": 3}
+    tokens = client.chat.completions.create(**request).choices[0].logprobs.content
+    assert len(tokens) == len(ids)
+    for token in tokens:
+        last = token.top_logprobs[2]
+        assert (last.token, last.logprob, last.bytes) == (f"token_id:{tokenizer.vocab_size + 1}", -3.5, None)
+
+
+def test_an_echo_that_cannot_be_begins_nothing(server, tokenizer):
+    """Ids that only the model has cannot be said again; nothing may run for a request that was refused."""
+    before = len(server.engine.requests)
+    body = {"prompt": [[5], [tokenizer.vocab_size + 1]], "echo": True}
+    server.say([5])
+    status, answer, _ = server.post("/v1/completions", body)
+    server.engine.scripts.clear()
+    assert status == 400 and f"token id {tokenizer.vocab_size + 1}" in answer["error"]["message"]
+    assert len(server.engine.requests) == before
+
+
 def test_token_ids_come_back_where_asked_for(server, client, tokenizer):
     words = tokenizer.encode("then é call")
     for _ in range(2):
