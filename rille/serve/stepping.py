@@ -127,10 +127,9 @@ class Stepper:
             return
         decoding = [choice for choice in self._scheduler.running if choice.num_left == 1]
         self._watch.enter(decoding)
-        drafts = self._look(decoding)
+        self._drafts = self._look(decoding)
         for choice in decoding:
-            draft = drafts.get(choice, Draft())
-            self._drafts[choice], choice.drafts = draft, draft.tokens
+            choice.drafts = self._drafts[choice].tokens if choice in self._drafts else ()
 
     def _look(self, decoding: Sequence[Choice]) -> dict[Choice, Draft]:
         """Guesses for what follows all that is known, where they promise more than they cost."""
@@ -139,9 +138,17 @@ class Stepper:
         if self._drafter.reads_hidden:
             limit = self._totals.draft_length = self.odds.choose_dear(decoding)
             return {choice: self._drafter.propose(choice, limit) for choice in decoding} if limit else {}
-        found = self._look_up(decoding if self.odds.fixed else self._watch.due())
-        limit = self._totals.draft_length = self.odds.choose(len(decoding), found)
-        return {choice: draft.cut(limit) for choice, draft in found.items()} if limit else {}
+        due = decoding if self.odds.fixed else self._watch.due()
+        return self._weigh(self._look_up(due), len(decoding)) if due else {}
+
+    def _weigh(self, found: dict[Choice, Draft], rows: int) -> dict[Choice, Draft]:
+        """Of guesses for some of `rows` sequences what is worth a run."""
+        limit = self._totals.draft_length = self.odds.choose(rows, found)
+        if not limit:
+            self._watch.pause()
+            return {}
+        self._watch.go_on()
+        return {choice: draft.cut(limit) for choice, draft in found.items()}
 
     def _look_up(self, due: Sequence[Choice]) -> dict[Choice, Draft]:
         """Guesses for those whose turn it is, and how those before them did."""
@@ -186,8 +193,7 @@ class Stepper:
     def _launch_behind(self, flight: Flight) -> Flight | None:
         """Send off the step after one that runs; None where that one has to land first."""
         began = perf_counter()
-        running = [part.sequence for part in flight.step.parts if not part.sequence.is_done]
-        if self._drafter is not None and (self.odds.fixed or self._look(running)):
+        if self._drafter is not None and self._needs_tokens(flight):
             return None
         step = follow(self._scheduler, flight.step, began)
         if step is None or not self._can_launch(step):
@@ -196,6 +202,15 @@ class Stepper:
         alive = [part for part in flight.step.parts if not part.sequence.is_done]
         self._pages.copy([copy for part in alive for copy in self._scheduler.settle(part)])
         return self._launch(step, began)
+
+    def _needs_tokens(self, flight: Flight) -> bool:
+        """Whether the step behind one that runs will have guesses, as far as what is known can say."""
+        if self.odds.fixed:
+            return True
+        if not (due := self._watch.due()):
+            return False
+        rows = sum(not part.sequence.is_done for part in flight.step.parts)
+        return bool(self._weigh(self._look_up(due), rows))
 
     def _land(self, flight: Flight) -> None:
         """Wait for the tokens of a step and take them in; choices that ended meanwhile are passed over."""

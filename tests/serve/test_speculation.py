@@ -1,6 +1,7 @@
 """Drafts: the distribution stays, the lengths follow what was measured, guesses come from what was written."""
 
 import math
+import random
 from collections import Counter
 
 import pytest
@@ -93,25 +94,37 @@ def test_prompt_lookup():
         NgramDrafter(2, 3)
 
 
-def test_a_long_text_is_indexed_like_a_growing_one():
-    """All at once, in pieces, token by token: the same guesses, those of a search from the end."""
-    ids = [n * n % 23 for n in range(400)] + [7, 7, 7, *range(30), 2**40, 2**40 + 1]
-    whole, pieces, single = NgramDrafter(), NgramDrafter(), NgramDrafter()
-    grown, stepped = sequence(ids[:1]), sequence(ids[:1])
-    for end in range(2, len(ids) + 1):
-        stepped.chain.append(ids[end - 1])
-        guess = single.propose(stepped, 3).tokens
-        grown.chain.append(ids[end - 1])
-        if end % 97 == 0 or end > 390:
-            assert pieces.propose(grown, 3).tokens == whole.propose(sequence(ids[:end]), 3).tokens == guess
-        known = (
-            at
-            for n in (4, 3, 2)
-            for at in range(end - 1, n - 1, -1)
-            if end >= n and ids[at - n : at] == ids[end - n : end]
-        )
-        at = next(known, None)
-        assert guess == (() if at is None else tuple(ids[at + i % (end - at)] for i in range(3)))
+def search(ids, longest=4, shortest=2):
+    """The place behind the newest of the longest n-grams before the end that stand at the end too."""
+    for n in range(min(longest, len(ids) - 1), shortest - 1, -1):
+        for at in range(len(ids) - 1, n - 1, -1):
+            if ids[at - n : at] == ids[len(ids) - n :]:
+                return at
+    return 0
+
+
+@pytest.mark.parametrize("share", [1.0, 0.2])
+def test_guesses_are_those_of_a_literal_search(share):
+    """Over texts that repeat themselves often, seldom, not at all, asked after every token or now and then. Where what
+    was written since the last guess followed its place, the next one goes on from there."""
+    draws = random.Random(5)
+    texts = [[draws.randrange(words) for _ in range(250)] for words in (1, 2, 5, 40, 10_000)]
+    texts.append([n * n % 23 for n in range(300)] + [7, 7, 7, *range(30), 2**40, 2**40 + 1])
+    texts.append([*texts[4][:40], *texts[4][:40], 1, 2, *texts[4][10:60]])
+    followed = 0
+    for ids in texts:
+        drafter, one, at, length = NgramDrafter(), sequence(ids[:1]), 0, 0
+        for end in range(2, len(ids) + 1):
+            one.chain.append(ids[end - 1])
+            if draws.random() > share:
+                continue
+            news = ids[length:end]
+            goes_on = at and ids[at : at + len(news)] == news
+            followed += bool(goes_on)
+            at, length = at + len(news) if goes_on else search(ids[:end]), end
+            want = tuple(ids[at + i % (end - at)] for i in range(3)) if at else ()
+            assert drafter.propose(one, 3).tokens == want
+    assert followed > 100
 
 
 def test_a_drafter_borrows_embedding_and_head():

@@ -71,3 +71,35 @@ def test_waits_grow_and_begin_anew():
     watch.forget(one)
     watch.trust(one)
     assert one not in watch._gaps
+
+
+def test_rounds_become_rare_where_nothing_is_worth_a_run():
+    """Of 64 one in eight has a guess all the time and it never pays: they are looked up together, now and then."""
+    watch, every = Watch(), sequences(64)
+    watch.enter(every)
+
+    def round_of(steps, worth):
+        counts = []
+        for _ in range(steps):
+            due = watch.due()
+            counts.append(len(due))
+            for one in due:
+                (watch.soon if one.order % 8 == 0 else watch.later)(one)
+            if due:
+                (watch.go_on if worth else watch.pause)()
+        return counts
+
+    counts = round_of(600, worth=False)
+    assert counts[0] == 64 and min(counts[1:6]) >= 8  # at first before every step
+    rounds = [step for step, count in enumerate(counts) if count]
+    gaps = [b - a for a, b in zip(rounds, rounds[1:], strict=False)]
+    assert gaps == sorted(gaps) and gaps[-1] == Watch.LONGEST
+    assert all(count >= 8 for count in counts if count)  # those with a guess, all of them, in every round
+    assert sum(counts[300:]) <= 1.5 * 300
+    assert all(round_of(200, worth=True)[Watch.LONGEST :])  # before every step again
+    few = Watch()
+    few.enter(sequences(1))
+    for _ in range(300):
+        (one,) = few.due()
+        few.later(one)
+        few.pause()
