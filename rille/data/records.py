@@ -9,20 +9,18 @@ installed, is the user's mistake and raises.
 
 from __future__ import annotations
 
-import gzip
+import codecs
 import json
-import lzma
-import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from rille.data.sources import KINDS, files_below, zstd_blocks
+from rille.data.archives import CutShort, Damaged, blocks_of, limited_lines
+from rille.data.sources import KINDS, files_below
 
 JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst")
-_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -40,10 +38,6 @@ class Fault:
 
     source: str
     reason: str
-
-
-class Damaged(ValueError):
-    """An archive that ends early or does not decompress."""
 
 
 def read_records(path: str, *, field: str, max_bytes: int) -> Iterator[Record | Fault]:
@@ -143,68 +137,20 @@ def _read_file(file: Path, label: str, field: str, max_bytes: int) -> Iterator[R
 def _read_lines(file: Path, label: str, max_bytes: int) -> Iterator[Record | Fault]:
     number = 0
     try:
-        for number, line in enumerate(limited_lines(_blocks(file), max_bytes), start=1):
+        for number, line in enumerate(limited_lines(blocks_of(file), max_bytes), start=1):
             if line is None:
                 yield Fault(f"{label}:{number}", f"longer than {max_bytes:,} bytes")
             elif line.strip():
+                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line  # which is no part of the record
                 yield Record(f"{label}:{number}", line, json=True)
             else:
                 yield Fault(f"{label}:{number}", "empty")
     except Damaged as error:
-        yield Fault(f"{label} after line {number:,}", str(error))
+        reason = "archive cut short" if isinstance(error, CutShort) else "archive damaged"
+        yield Fault(f"{label} after line {number:,}", reason)
         return
     if not number:
         yield Fault(label, "empty")
-
-
-def limited_lines(blocks: Iterator[bytes], limit: int) -> Iterator[bytes | None]:
-    """Lines without their line feed; None for one that is longer than `limit`, of which no more is held than that."""
-    parts: list[bytes] = []
-    size = 0
-    for block in blocks:
-        *lines, rest = block.split(b"\n")
-        for line in lines:
-            size += len(line)
-            yield b"".join([*parts, line]) if size <= limit else None
-            parts, size = [], 0
-        size += len(rest)
-        if size <= limit:
-            parts.append(rest)
-        else:
-            parts = []
-    if size:
-        yield b"".join(parts) if size <= limit else None
-
-
-def _blocks(file: Path) -> Iterator[bytes]:
-    """Decompressed bytes of a file, block by block. Raises Damaged where the archive is not whole."""
-    name = file.name.lower()
-    if name.endswith(".zst"):
-        yield from _zstd(file)
-        return
-    opener = gzip.open if name.endswith(".gz") else lzma.open if name.endswith(".xz") else open
-    try:
-        with opener(file, "rb") as stream:
-            while block := stream.read(_BLOCK):
-                yield block
-    except EOFError:
-        raise Damaged("archive cut short") from None
-    except (lzma.LZMAError, gzip.BadGzipFile, zlib.error):
-        raise Damaged("archive damaged") from None
-
-
-def _zstd(file: Path) -> Iterator[bytes]:
-    try:
-        import zstandard
-    except ModuleNotFoundError:
-        raise ValueError(f"{file} needs zstandard to be read: pip install 'rille[data]'") from None
-    with open(file, "rb") as stream:
-        try:
-            yield from zstd_blocks(stream, file, zstandard)
-        except zstandard.ZstdError:
-            raise Damaged("archive damaged") from None
-        except ValueError:  # how the reader says that the last frame is not whole
-            raise Damaged("archive cut short") from None
 
 
 def _read_parquet(file: Path, label: str, field: str, max_bytes: int) -> Iterator[Record | Fault]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import codecs
 import json
-import lzma
 import os
 import sys
 import sysconfig
@@ -23,6 +22,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
+
+from rille.data.archives import CutShort, Damaged, blocks_of, limited_lines
 
 Note = Callable[[str], None]
 
@@ -248,49 +249,14 @@ def _encodable(text: str, place: str) -> str:
 
 
 def _lines(file: Path) -> Iterator[bytes]:
-    if file.name.lower().endswith(".zst"):
-        yield from _zstd_lines(file)
-    elif file.name.lower().endswith(".xz"):
-        try:
-            with lzma.open(file, "rb") as stream:
-                yield from stream
-        except (lzma.LZMAError, EOFError) as error:
-            raise ValueError(f"{file} is damaged or cut short ({error}); get it again") from None
-    else:
-        with open(file, "rb") as stream:
-            yield from stream
-
-
-def _zstd_lines(file: Path) -> Iterator[bytes]:
     try:
-        import zstandard
-    except ModuleNotFoundError:
-        raise ValueError(f"{file} needs zstandard to be read: pip install 'rille[data]'") from None
-    rest = b""
-    try:
-        with open(file, "rb") as stream:
-            for block in zstd_blocks(stream, file, zstandard):
-                *lines, rest = (rest + block).split(b"\n")
-                yield from lines
-    except zstandard.ZstdError as error:
+        for line in limited_lines(blocks_of(file), sys.maxsize):
+            assert line is not None
+            yield line
+    except CutShort as error:
+        raise ValueError(f"{file} is cut short ({error}); get it again") from None
+    except Damaged as error:
         raise ValueError(f"{file} is damaged ({error}); get it again") from None
-    if rest:
-        yield rest
-
-
-def zstd_blocks(stream: BinaryIO, file: Path, zstandard) -> Iterator[bytes]:
-    """Decompressed blocks of all frames. The library's own reader takes a frame that was cut short for a whole one."""
-    window = 2**31  # archives made with --long
-    frame = None
-    while data := stream.read(1 << 20):
-        while data:
-            frame = frame or zstandard.ZstdDecompressor(max_window_size=window).decompressobj()
-            yield frame.decompress(data)
-            data = frame.unused_data
-            if frame.eof:
-                frame = None
-    if frame is not None:
-        raise ValueError(f"{file} is cut short; get it again")
 
 
 def _read_parquet(file: Path, skipped: Counter[str]) -> Iterator[Document]:

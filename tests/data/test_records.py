@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import random
 import sys
 import tracemalloc
 from collections import Counter
@@ -52,6 +53,59 @@ def test_whole_and_truncated_archives(kind: str, tmp_path: Path):
     assert reasons == {"archive cut short": 1}
     file.write_bytes(b"no archive at all" * 9)
     assert read(file) == ([], {"archive damaged": 1})
+
+
+@pytest.mark.parametrize("kind", ["gz", "xz", "zst"])
+def test_every_member_of_an_archive_counts(kind: str, tmp_path: Path):
+    """Archives are put together from members; one that is damaged is not passed over, and hides none before it."""
+    file = tmp_path / f"a.jsonl.{kind}"
+    members = [pack(kind, "".join(f"{line}\n" for line in part).encode()) for part in (LINES[:120], LINES[120:])]
+    file.write_bytes(b"".join(members))
+    assert len(read(file)[0]) == 200
+    broken = bytes([members[1][0] ^ 0xFF]) + members[1][1:]
+    for after in (broken, b"no member"):
+        file.write_bytes(members[0] + after)
+        texts, reasons = read(file)
+        assert len(texts) == 120 and reasons == {"archive damaged": 1}
+    for cut in (3, len(members[1]) // 2):
+        file.write_bytes(members[0] + members[1][:cut])
+        texts, reasons = read(file)
+        assert 120 <= len(texts) < 200 and reasons == {"archive cut short": 1}
+
+
+def test_zeros_pad_archives(tmp_path: Path):
+    for kind in ("gz", "xz"):
+        (tmp_path / f"a.jsonl.{kind}").write_bytes((pack(kind, b'{"text": "a"}\n') + bytes(64)) * 2 + bytes(70_000))
+        assert read(tmp_path / f"a.jsonl.{kind}") == (["a", "a"], {})
+
+
+@pytest.mark.parametrize("kind", ["gz", "xz", "zst"])
+def test_what_was_read_before_the_cut_counts(kind: str, tmp_path: Path):
+    """Less is missing than the archive holds back: the last part of a window at most."""
+    chance = random.Random(1)
+    lines = [json.dumps({"text": f"{i} {chance.randbytes(400).hex()}"}) for i in range(1000)]
+    whole = pack(kind, "\n".join(lines).encode())
+    (tmp_path / f"a.jsonl.{kind}").write_bytes(whole[: len(whole) // 2])
+    texts, reasons = read(tmp_path / f"a.jsonl.{kind}")
+    assert texts == [json.loads(line)["text"] for line in lines[: len(texts)]]
+    assert len(texts) > 250 and reasons == {"archive cut short": 1}
+
+
+@pytest.mark.parametrize("kind", ["gz", "xz", "zst"])
+def test_a_small_archive_of_much_text_is_not_held(kind: str, tmp_path: Path):
+    file = tmp_path / f"a.jsonl.{kind}"
+    file.write_bytes(pack(kind, b'{"text": "a"}\n{"text": "' + b"x" * 40_000_000 + b'"}\n{"text": "b"}\n'))
+    tracemalloc.start()
+    found = read(file)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found == (["a", "b"], {"longer than 10,000 bytes": 1})
+    assert file.stat().st_size < 200_000 and peak < 30_000_000
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_record(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "first"}\n{"text": "second"}\n')
+    assert read(tmp_path / "a.jsonl") == (["first", "second"], {})
 
 
 def test_bad_lines_are_counted_and_the_others_kept(tmp_path: Path):
