@@ -75,17 +75,26 @@ class Matcher:
         """bool [W]: the tokens that may come next; none where it is over."""
         mask_W = np.zeros(self._width, dtype=bool)
         if self.is_over or self._made.is_stopped():
-            mask_W[self._stop] = not self.is_over
+            mask_W[self._stop] = not self.is_over and not self._is_stuck
             return mask_W
         self._made.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        if self._is_stuck:
+            return mask_W
         bits = np.unpackbits(self._bits.view(np.uint8), bitorder="little")
         mask_W[: self._vocab_size] = bits[: self._vocab_size]
         return mask_W
+
+    @property
+    def _is_stuck(self) -> bool:
+        """Whether nothing can follow though the text is not complete; the compiler lets the stop token through then."""
+        return self._made.is_stopped() and not self._made.is_accepting()
 
     def accept(self, token: int) -> None:
         """Move on. Raises ValueError for a token that may not come here."""
         if self.is_over or (self._made.is_stopped() and token != self._stop):
             raise ValueError(f"the grammar does not allow token {token} here: the reply is complete")
+        if self._is_stuck:
+            raise ValueError(f"the grammar does not allow token {token} here: nothing can follow")
         if self._made.is_stopped():
             self._num_beyond = 1
         elif not self._made.consume_token(token):
@@ -94,7 +103,7 @@ class Matcher:
 
     def count_valid(self, tokens: Sequence[int]) -> int:
         """How many of these tokens could come, one after another. Nothing moves."""
-        if self.is_over:
+        if self.is_over or self._is_stuck:
             return 0
         if self._made.is_stopped():
             return int(list(tokens[:1]) == [self._stop])

@@ -22,7 +22,7 @@ from typing import Any
 from rille.text.chat import Channel, read_response_format
 from rille.text.markup import escape
 from rille.text.messages import check_names, check_tool_choice, compact_json, read_tools
-from rille.text.schema import Variant, lengths, loose_keywords, variants
+from rille.text.schema import Variant, check_ends, lengths, loose_keywords, variants
 from rille.text.vocabulary import CLOSE, END_OF_MESSAGE, OPEN, SEP
 
 _NOT_ENFORCED = ("anyOf", "oneOf", "allOf", "not", "if", "$ref", "patternProperties", "dependentRequired")
@@ -78,6 +78,7 @@ def _answers(writer: _GrammarWriter, response_format: Any, has_tools: bool, requ
     end = f"{_close('response')} {'tools ' if required else 'tools? ' if has_tools else ''}{_close('message')}"
     if kind == "text":
         return [f"TEXT {end}"]
+    check_ends(schema, "response_format")
     writer.rule("asked", "%json " + compact_json({"type": "object"} if schema is None else schema, "response_format"))
     called_only = [f"{_close('response')} tools {_close('message')}"] if has_tools else []
     return [f"asked {end}", *called_only]
@@ -126,6 +127,7 @@ class _GrammarWriter:
         required = root.get("required", [])
         if not isinstance(required, list) or not all(isinstance(key, str) for key in required):
             raise ValueError(f"tool {tool!r}: required must be a list of names")
+        check_ends(root, f"tool {tool!r}")
         required = list(dict.fromkeys(required))
         properties = {**dict.fromkeys(required, True), **root.get("properties", {})}
         extra = root.get("additionalProperties", not properties)

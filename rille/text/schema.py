@@ -15,9 +15,11 @@ from typing import Any
 
 TYPES = ("string", "number", "boolean", "null", "object", "array")
 _NOTES = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment")
+_VALUES = ("const", "enum", "default", "examples")  # hold values, not schemas
 _KEYWORDS = {"anyOf": list, "oneOf": list, "allOf": list, "enum": list, "$ref": str, "minLength": int, "maxLength": int}
 MAX_LENGTH = 2000  # of a string whose characters a grammar counts
 _DEPTH = 16  # of references and unions at one place
+_LINKS = 200  # of references and unions that are followed to see whether any value begins
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,45 @@ def variants(schema: Any, root: Mapping[str, Any]) -> list[Variant]:
         if whole not in found:
             found.append(whole)
     return found
+
+
+def check_ends(schema: Any, where: str) -> None:
+    """Raise ValueError where a part of a schema is only itself again (`{"$ref": "#"}`): no value ever begins, and a
+    grammar for it lets nothing through."""
+    waiting = [schema]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, list):
+            waiting += node
+        if not isinstance(node, Mapping):
+            continue
+        try:
+            is_itself = _is_itself(node, schema, frozenset(), _LINKS)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        if is_itself:
+            raise ValueError(f"{where}: a part of the schema refers to itself before any value begins: {node!r:.80}")
+        waiting += (part for key, part in node.items() if key not in _VALUES)
+
+
+def _is_itself(node: Any, root: Any, followed: frozenset[str], left: int) -> bool:
+    """Whether a schema comes back to itself on every way that it leaves open."""
+    if not isinstance(node, Mapping):
+        return False
+    if left == 0:
+        raise ValueError(f"a schema nests unions or references more than {_LINKS} deep")
+    reference = str(node.get("$ref", ""))
+    if reference in followed:
+        return True
+    if reference == "#" or reference.startswith("#/"):
+        target = _resolve(reference, root)
+        if _is_itself(target, root, followed | {reference}, left - 1):
+            return True
+    parts = {key: node[key] if isinstance(node.get(key), list) else [] for key in ("allOf", "anyOf", "oneOf")}
+    if any(_is_itself(part, root, followed, left - 1) for part in parts["allOf"]):
+        return True
+    unions = [branches for branches in (parts["anyOf"], parts["oneOf"]) if branches]
+    return any(all(_is_itself(branch, root, followed, left - 1) for branch in branches) for branches in unions)
 
 
 def loose_keywords(found: Sequence[Variant]) -> list[str]:

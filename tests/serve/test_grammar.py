@@ -144,6 +144,19 @@ def test_a_partial_message_is_read_first(tokenizer, vocabulary):
         vocabulary.matcher(grammar, '{"no')
 
 
+@pytest.mark.parametrize("endless", ["b: b", "b: c\nc: b", 'b: "x" b'])
+def test_where_nothing_can_follow_nothing_is_allowed(tokenizer, vocabulary, endless):
+    """The compiler lets the stop token through there: a reply would end as if it were complete."""
+    matcher = vocabulary.matcher(Grammar(f'start: "a" b\n{endless}\n'))
+    matcher.accept(tokenizer.encode("a")[0])
+    stop = tokenizer.specials["<|end_of_msg|>"]
+    assert not matcher.allowed()[stop] and not matcher.count_valid([stop])
+    assert matcher.allowed().any() == ("x" in endless)
+    whole = vocabulary.matcher(Grammar('start: "a"\n'))
+    whole.accept(tokenizer.encode("a")[0])
+    assert np.flatnonzero(whole.allowed()).tolist() == [stop]
+
+
 def test_faults_are_named(tokenizer, vocabulary):
     with pytest.raises(ValueError, match="does not compile"):
         vocabulary.matcher(Grammar("start: nowhere"))

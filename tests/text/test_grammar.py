@@ -135,6 +135,9 @@ def test_what_it_does_not_enforce_is_said():
     )
 
 
+DEEP = {str(n): {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}]} for n in range(20)} | {"20": {"type": "integer"}}
+
+
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
@@ -150,7 +153,9 @@ def test_what_it_does_not_enforce_is_said():
         ({"properties": {"a": ["string"]}}, "a schema must be an object, true or false"),
         ({"properties": {"a": {"$ref": "#/$defs/x"}}}, "'#/\\$defs/x' leads nowhere"),
         ({"properties": {"a": {"$ref": "other.json"}}}, "points outside of its schema"),
-        ({"properties": {"a": {"$ref": "#/properties/a"}}}, "more than 16 deep"),
+        ({"properties": {"a": {"$ref": "#/properties/a"}}}, "tool 'f': a part of the schema refers to itself"),
+        ({"properties": {"a": {"items": {"$ref": "#/properties/a/items"}}}}, "refers to itself before any value"),
+        ({"properties": {"a": {"$ref": "#/$defs/0"}}, "$defs": DEEP}, "more than 16 deep"),
     ],
 )
 def test_schemas_that_have_no_grammar(parameters, message: str):
@@ -369,3 +374,40 @@ def test_any_schema_and_any_order_of_its_arguments(compiler, shape: dict[str, st
     if required:
         del arguments[required[0]]
         assert not accepts(compiler, grammar, {"tool_calls": [call("f", arguments=arguments)]})
+
+
+LOOPS = [
+    {"$ref": "#"},
+    {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+    {"anyOf": [{"$ref": "#"}, {"allOf": [{"$ref": "#"}]}]},
+    {"allOf": [{"type": "integer"}, {"$ref": "#"}]},
+    {"type": "object", "properties": {"a": {"oneOf": [{"$ref": "#/properties/a"}]}}, "required": ["a"]},
+    {"type": "array", "prefixItems": [{"$ref": "#/prefixItems/0"}]},
+    {"anyOf": [{"type": "integer"}, {"type": "array", "items": {"$ref": "#/anyOf/1/items"}}]},
+]
+ENDS = [
+    {"anyOf": [{"type": "integer"}, {"type": "array", "items": {"$ref": "#"}}]},
+    {"$defs": {"n": {"properties": {"n": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}}}}, "$ref": "#/$defs/n"},
+    {"type": "object", "properties": {"$ref": {"type": "string"}, "a": {"enum": [{"$ref": "#"}]}}},
+    {"type": "string", "default": {"$ref": "#/nowhere"}},
+]
+
+
+@pytest.mark.parametrize("schema", LOOPS, ids=json.dumps)
+def test_schemas_that_no_value_begins(schema):
+    """A grammar of them would let nothing through, and a reply would be empty or cut, as if that were the answer."""
+    for form in ({"type": "json_schema", "json_schema": {"schema": schema}}, None):
+        tools = (
+            []
+            if form
+            else [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": schema}}}}]
+        )
+        moved = json.loads(json.dumps(tools).replace('"#', '"#/properties/x'))
+        with pytest.raises(ValueError, match="refers to itself before any value begins"):
+            continuations("think", moved, response_format=form)
+
+
+@pytest.mark.parametrize("schema", ENDS, ids=json.dumps)
+def test_schemas_that_come_back_to_themselves_in_values(schema):
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    assert "%json" in continuations("think", response_format=form).lark
