@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -19,12 +20,18 @@ DONE = b"data: [DONE]\n\n"
 
 
 HOLE = "\0hole"
+_LINE_END = re.compile("[\x85\u2028\u2029]")  # JSON itself escapes those below a space
 _encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def to_json(value: Any) -> bytes:
-    """Compact JSON in UTF-8. A lone surrogate, which UTF-8 has no bytes for, stands as its escape."""
-    return _encoder.encode(value).encode("utf-8", "backslashreplace")
+    """Compact JSON in UTF-8, one line for whoever cuts text into lines as Unicode does. A lone surrogate, which UTF-8
+    has no bytes for, stands as its escape."""
+    return _LINE_END.sub(_escape, _encoder.encode(value)).encode("utf-8", "backslashreplace")
+
+
+def _escape(found: re.Match[str]) -> str:
+    return f"\\u{ord(found[0]):04x}"
 
 
 def event(value: Any, name: str | None = None) -> bytes:

@@ -75,6 +75,8 @@ def test_whoever_leaves_closes_the_source():
 def test_events_are_json_in_lines():
     assert event({"a": "é\n"}, "name") == 'event: name\ndata: {"a":"é\\n"}\n\n'.encode()
     assert json.loads(to_json({"half": "\ud800"})) == {"half": "\ud800"}
+    ends = "".join(map(chr, range(0x3000)))
+    assert len(to_json({"a": ends}).decode().splitlines()) == 1 and json.loads(to_json({"a": ends})) == {"a": ends}
     with pytest.raises(ValueError, match="JSON"):
         to_json({"no": float("nan")})
 
