@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 
 from rille.data.archives import CutShort, Damaged, blocks_of, limited_lines
-from rille.data.sources import KINDS, files_below
+from rille.data.sources import KINDS, NO_PERMISSION, check_source, files_below, spelled
 
 JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst")
 
@@ -44,7 +44,8 @@ def read_records(path: str, *, field: str, max_bytes: int) -> Iterator[Record | 
     """The records of a source, always in the same order.
 
     path: a text file, a folder, .jsonl[.gz|.xz|.zst], .parquet or hf:DATASET[:SPLIT]. field: the column of tables.
-    max_bytes: longer records are faults. Raises ValueError for a path that does not exist or a missing library.
+    max_bytes: longer records are faults. Raises ValueError for a path that does not exist or may not be read, and for
+    a missing library.
     """
     if path.startswith("hf:"):
         yield from _read_hub(path.removeprefix("hf:"), field, max_bytes)
@@ -55,7 +56,11 @@ def read_records(path: str, *, field: str, max_bytes: int) -> Iterator[Record | 
         return
     skipped: Counter[str] = Counter()
     for file in files_below(root, skipped):
-        yield from _read_file(file, file.relative_to(root).as_posix(), field, max_bytes)
+        label = spelled(file.relative_to(root).as_posix())
+        try:
+            yield from _read_file(file, label, field, max_bytes)
+        except PermissionError:
+            yield Fault(label, NO_PERMISSION)
     for reason, count in sorted(skipped.items()):
         for _ in range(count):
             yield Fault(path, reason)
@@ -64,7 +69,7 @@ def read_records(path: str, *, field: str, max_bytes: int) -> Iterator[Record | 
 def source_state(path: str) -> list[list]:
     """Names, sizes and times of change of a source's files: what tells that it is still the same.
 
-    Raises ValueError for a path that does not exist.
+    Raises ValueError for a path that does not exist or may not be read.
     """
     if path.startswith("hf:"):
         return []
@@ -74,8 +79,7 @@ def source_state(path: str) -> list[list]:
 
 
 def _existing(path: str) -> Path:
-    if not Path(path).exists():
-        raise ValueError(f"{path} does not exist; give {KINDS}, .jsonl.gz, or hf:DATASET")
+    check_source(path, f"{KINDS}, .jsonl.gz, or hf:DATASET")
     return Path(path)
 
 
@@ -167,7 +171,8 @@ def _read_parquet(file: Path, label: str, field: str, max_bytes: int) -> Iterato
                 yield Fault(label, f"no field {field!r}")
                 return
             for batch in table.iter_batches(256, columns=[field]):
-                for text in batch.column(0):
+                column = batch.column(0)
+                for text in column.dictionary_decode() if pyarrow.types.is_dictionary(column.type) else column:
                     number += 1
                     yield _cell(text, f"{label}:{number}", field, max_bytes)
         except (pyarrow.ArrowException, OSError):
@@ -181,7 +186,8 @@ def _cell(cell, source: str, field: str, max_bytes: int) -> Record | Fault:
     """One cell of an arrow column, as bytes: what is no UTF-8 inside shows later."""
     import pyarrow
 
-    if not (pyarrow.types.is_string(cell.type) or pyarrow.types.is_large_string(cell.type)):
+    kinds = pyarrow.types
+    if not (kinds.is_string(cell.type) or kinds.is_large_string(cell.type) or kinds.is_string_view(cell.type)):
         return Fault(source, f"field {field!r} is not a string")
     if not cell.is_valid or not cell.as_buffer().size:
         return Fault(source, "empty")

@@ -27,6 +27,7 @@ from rille.data.archives import CutShort, Damaged, blocks_of, limited_lines
 
 Note = Callable[[str], None]
 
+NO_PERMISSION = "no permission to read"
 KINDS = "a UTF-8 text file, a folder, .jsonl, .jsonl.xz, .jsonl.zst or .parquet"
 FIELD = "text"
 
@@ -74,17 +75,28 @@ def read_documents(
     skipped: Counter[str] = Counter()
     if path is None:
         documents = _read_library(max_bytes, skipped)
-    elif not Path(path).exists():
-        raise ValueError(f"{path} does not exist; give {KINDS}")
-    elif Path(path).is_dir():
-        documents = _read_folder(Path(path), max_bytes, skipped)
-    elif Path(path).is_file():
-        documents = _read_file(Path(path), max_bytes, skipped)
     else:
-        raise ValueError(f"{path} is neither a file nor a folder; give {KINDS}")
+        check_source(str(path), KINDS)
+        documents = (_read_folder if Path(path).is_dir() else _read_file)(Path(path), max_bytes, skipped)
     place = sysconfig.get_path("stdlib") if path is None else str(path)
     documents = _at_least_one(_reported(documents, skipped, place, note), place)
     return documents if max_bytes is None else _up_to(documents, max_bytes, note)
+
+
+def check_source(path: str, kinds: str) -> None:
+    """Raise ValueError for a path that is no file or folder that may be read. kinds: what may be given instead."""
+    if not os.path.exists(path):
+        raise ValueError(f"{path} does not exist; give {kinds}")
+    if not (os.path.isdir(path) or os.path.isfile(path)):
+        raise ValueError(f"{path} is neither a file nor a folder; give {kinds}")
+    rights = os.R_OK | os.X_OK if os.path.isdir(path) else os.R_OK
+    if not os.access(path, rights, effective_ids=os.access in os.supports_effective_ids):
+        raise ValueError(f"{path} may not be read ({NO_PERMISSION}); change that, or give {kinds}")
+
+
+def spelled(path: str) -> str:
+    r"""A path as text: bytes of names that are no UTF-8 are written \xNN."""
+    return os.fsencode(path).decode(errors="backslashreplace")
 
 
 def _reported(documents: Iterator[Document], skipped: Counter[str], place: str, note: Note) -> Iterator[Document]:
@@ -149,9 +161,16 @@ def _read_folder(root: Path, max_bytes: int | None, skipped: Counter[str]) -> It
 
 
 def files_below(root: Path, skipped: Counter[str]) -> list[Path]:
-    """Files that may hold text, sorted by path; hidden ones, links to folders and special files are counted instead."""
+    """Files that may hold text, sorted by path; hidden ones, links to folders, special files and folders that may not
+    be read are counted instead."""
     files = []
-    for folder, subfolders, names in os.walk(root, onerror=_raise):
+
+    def unreadable(error: OSError) -> None:
+        if not isinstance(error, PermissionError):
+            raise error
+        skipped[f"a folder, {NO_PERMISSION}"] += 1
+
+    for folder, subfolders, names in os.walk(root, onerror=unreadable):
         for name in subfolders:
             if name.startswith("."):
                 skipped["hidden"] += 1
@@ -162,7 +181,7 @@ def files_below(root: Path, skipped: Counter[str]) -> list[Path]:
             file = Path(folder, name)
             if name.startswith("."):
                 skipped["hidden"] += 1
-            elif not file.is_file():
+            elif not os.path.isfile(file):
                 skipped["not a regular file"] += 1
             else:
                 files.append(file)
@@ -180,9 +199,11 @@ def _read_files(
     for file in files:
         try:
             for document in _read_file(file, max_bytes, skipped):
-                yield Document(f"{label}/{document.source.removeprefix(f'{root}{os.sep}')}", document.text)
+                yield Document(spelled(f"{label}/{document.source.removeprefix(f'{root}{os.sep}')}"), document.text)
         except NotText as error:
             skipped[error.reason] += 1
+        except PermissionError:
+            skipped[NO_PERMISSION] += 1
 
 
 def _read_file(file: Path, max_bytes: int | None, skipped: Counter[str]) -> Iterator[Document]:

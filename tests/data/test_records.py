@@ -3,10 +3,13 @@
 import gzip
 import json
 import lzma
+import os
 import random
 import sys
+import tempfile
 import tracemalloc
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow
@@ -16,7 +19,9 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rille.data.records import Fault, Record, limited_lines, read_records, text_of
+from rille.data.archives import limited_lines
+from rille.data.records import Fault, Record, read_records, text_of
+from rille.data.sources import read_documents
 
 LINES = [json.dumps({"text": f"line {i} of the file"}) for i in range(200)]
 
@@ -177,9 +182,61 @@ def test_parquet(tmp_path: Path):
     assert read(file) == ([], {"table damaged or cut short": 1})
 
 
+def test_columns_of_strings_in_other_layouts(tmp_path: Path):
+    """Categories of pandas and views of newer writers are strings too."""
+    column = pyarrow.array(["one", None, "one", "another of more than twelve bytes"])
+    for layout in (column.dictionary_encode(), column.cast(pyarrow.string_view()), column.cast(pyarrow.large_string())):
+        pyarrow.parquet.write_table(pyarrow.table({"text": layout}), tmp_path / "a.parquet")
+        assert read(tmp_path / "a.parquet") == (["one", "one", "another of more than twelve bytes"], {"empty": 1})
+
+
+def test_names_that_are_no_utf8_are_spelled(tmp_path: Path):
+    for name in (b"bad\xff.txt", "größe-数据.txt".encode()):
+        (tmp_path / os.fsdecode(name)).write_text("text")
+    sources = {record.source for record in read_records(str(tmp_path), field="text", max_bytes=100)}
+    assert sources == {r"bad\xff.txt", "größe-数据.txt"}
+    assert [document.source for document in read_documents(tmp_path)][0] == rf"{tmp_path}/bad\xff.txt"
+
+
+@contextmanager
+def without_rights(folder: Path):
+    """As a user who may read the folder and no more than it allows; the tests of an image run as one who may all."""
+    folder.chmod(0o755)
+    if os.geteuid():
+        yield
+        return
+    os.seteuid(65_534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_what_may_not_be_read_is_counted_in_a_folder_and_refused_by_name():
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for file in ("a.txt", "b.txt", "c.jsonl"):
+            (folder / file).write_text("text")
+        (folder / "deep").mkdir()
+        for secret in ("b.txt", "c.jsonl", "deep"):
+            (folder / secret).chmod(0)
+        read(folder)  # so that nothing is imported later
+        with without_rights(folder):
+            assert read(folder) == (["text"], {"no permission to read": 2, "a folder, no permission to read": 1})
+            notes: list[str] = []
+            assert [document.text for document in read_documents(folder, note=notes.append)] == ["text"]
+            assert "1 a folder, no permission to read, 2 no permission to read" in notes[0]
+            for secret in ("b.txt", "deep"):
+                for reader in (read, read_documents):
+                    with pytest.raises(ValueError, match=rf"{secret} may not be read \(no permission to read\)"):
+                        reader(folder / secret)
+
+
 def test_missing_path_is_the_users_mistake(tmp_path: Path):
     with pytest.raises(ValueError, match="does not exist"):
         list(read_records(str(tmp_path / "no"), field="text", max_bytes=10))
+    with pytest.raises(ValueError, match="null is neither a file nor a folder"):
+        list(read_records("/dev/null", field="text", max_bytes=10))
 
 
 @given(st.lists(st.binary(max_size=12), max_size=8), st.integers(1, 12), st.integers(1, 12))
