@@ -44,6 +44,7 @@ GATE = [
     (4, 256, 2048, BF16, True), (2, 3, 8192, BF16, True), (1, 33, 512, BF16, False),
     (9, 100, 7168, FP32, True), (3, 65, 770, FP32, False), (16, 64, 1024, FP32, False), (16, 64, 1024, BF16, True),
     (5, 400, 7168, BF16, True), (9, 300, 4096, BF16, True), (1, 200, 7168, BF16, True), (16, 150, 8192, BF16, False),
+    (9, 560, 7168, BF16, True), (4, 600, 6144, BF16, False),  # rows enough for the ring
 ]  # fmt: skip
 
 

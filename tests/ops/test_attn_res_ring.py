@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from rille.ops.attn_res import attn_res, ring_gluon
+from rille.ops.attn_res import attn_res, attn_res_site, mix, ring_gluon
 from rille.ops.norm import rms_norm
 from tests.ops import gluon_on_cpu
 
@@ -110,3 +110,26 @@ def test_equals_the_definition(kernel, eager, R, N, D, site, programs, slots) ->
         assert distance(out, rms_norm(h.bfloat16(), norm_gain, EPS)) < 1e-3
     else:
         assert distance(out, h) < 2**-8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("R", "N", "D"), [(9, 531, 7168), (2, 1100, 4104)])
+def test_is_what_runs_on_a_gpu_and_its_gradients_are_right(R, N, D) -> None:
+    g = torch.Generator().manual_seed(R)
+    drawn = [torch.randn(shape, generator=g).bfloat16() for shape in ((R, N, D), (N, D), (D,), (D,), (D,), (N, D))]
+    drawn[2] /= D**0.5
+
+    def run(cast: torch.dtype, backend: str) -> list[Tensor]:
+        stack, *others, d_out = (x.to("cuda", cast) for x in drawn)
+        leaves = [x.detach().requires_grad_() for x in (*stack, *others)]
+        out, running = attn_res_site(leaves[:R], *leaves[R:], EPS, backend=backend)
+        return [out, running, *torch.autograd.grad((out, running), leaves, (d_out, d_out))]
+
+    with torch.no_grad():
+        rows = torch.zeros(N, D, dtype=torch.bfloat16, device="cuda")
+        assert mix.RING and mix.in_ring([rows] * R, rows)
+    got, want = run(torch.bfloat16, "triton"), run(torch.float64, "reference")
+    for a, b in zip(got, want, strict=True):
+        assert distance(a, b) < 1.2e-2
+    again = run(torch.bfloat16, "triton")
+    assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
