@@ -281,7 +281,9 @@ async def _answer_validation(request: Request, error: RequestValidationError) ->
 
 async def _answer_http(request: Request, error: HTTPException) -> Response:
     text = f"{request.method} {request.url.path}: {error.detail}"
-    return _respond(request.url.path, ApiError(error.status_code, text))
+    response = _respond(request.url.path, ApiError(error.status_code, text))
+    response.headers.update(error.headers or {})  # what is allowed instead
+    return response
 
 
 async def _answer_fault(request: Request, error: Exception) -> Response:
@@ -318,8 +320,9 @@ class Gate:
     def _check_key(self, path: str, headers: dict[str, str]) -> None:
         if not self.limits.keys or path in _OPEN:
             return
-        given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
-        if not any(hmac.compare_digest(given.encode(), key.encode()) for key in self.limits.keys):
+        scheme, _, told = headers.get("authorization", "").partition(" ")
+        given = [headers.get("x-api-key", ""), told.strip() if scheme.lower() == "bearer" else ""]
+        if not any(hmac.compare_digest(one.encode(), key.encode()) for one in given for key in self.limits.keys):
             raise ApiError(401, "no valid API key: give one as Authorization: Bearer KEY", code="invalid_api_key")
 
     async def _bounded(self, headers: dict[str, str], receive: Receive) -> Receive:

@@ -172,7 +172,11 @@ def _check_tool_names(tools: Any, where: str) -> None:
 
 def check_response_format(given: Json | None) -> None:
     """The parts of a response format that rendering does not look at. Raises ValueError."""
-    if given is None or given.get("type") != "json_schema":
+    if given is None:
+        return
+    is_schema = given.get("type") == "json_schema"
+    check_keys(given, ("type", "json_schema") if is_schema else ("type",), "response_format")
+    if not is_schema:
         return
     outer = given.get("json_schema")
     if not isinstance(outer, Mapping) or not isinstance(outer.get("name"), str) or not outer["name"]:
@@ -181,6 +185,13 @@ def check_response_format(given: Json | None) -> None:
         raise ValueError("response_format json_schema needs a schema, an object, in json_schema.schema")
     if not isinstance(outer.get("strict"), bool | None):
         raise ValueError(f"response_format: json_schema.strict is {outer['strict']!r}; it must be true or false")
+    check_keys(outer, ("name", "schema", "strict", "description"), "response_format.json_schema")
+
+
+def check_keys(given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    """Raise ValueError for what is given under another key: it would be lost. Null and false ask for nothing."""
+    if lost := [key for key, value in given.items() if value not in (None, False) and key not in known]:
+        raise ValueError(f"{where} has {lost[0]!r:.80}, which this server does not know; it takes {', '.join(known)}")
 
 
 def read_tool_choice(choice: Any) -> tuple[str | None, str | None]:

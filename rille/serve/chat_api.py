@@ -60,7 +60,7 @@ class ChatBody(SamplingBody):
             raise ValueError("top_logprobs goes with logprobs: true only")
         sampling["logprobs"] = bool(self.logprobs)
         sampling["top_logprobs"] = read_top_logprobs(self.top_logprobs or 0)
-        longest = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        limits = [limit for limit in (self.max_completion_tokens, self.max_tokens) if limit is not None]
         return Ask(
             messages=[with_known_role(message) for message in self.messages],
             tools=self.tools,
@@ -71,7 +71,7 @@ class ChatBody(SamplingBody):
             parallel=self.parallel_tool_calls is not False,
             response_format=self.response_format,
             stop=read_stops(self.stop),
-            max_tokens=longest,
+            max_tokens=min(limits, default=None),
             sampling=sampling,
         )
 

@@ -218,6 +218,8 @@ class TokenizeBody(Body):
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("prompt or messages: give one of them")
         if self.prompt is not None:
+            if self.tools is not None:
+                raise ValueError("tools go with messages; a prompt is a text as it is")
             return front.tokenizer.encode(self.prompt)
         messages = [with_known_role(message) for message in self.messages or []]
         return front.prepare(Ask(messages=messages, tools=self.tools)).ids

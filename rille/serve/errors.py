@@ -25,6 +25,8 @@ _ANTHROPIC_TYPES = {**_OPENAI_TYPES, 500: "api_error"}
 _NAMED = re.compile(r"(messages|tools|tool_choice|response_format|stop|n|[a-z]+(?:_[a-z]+)+|temperature)\b")
 
 
+_FORM = re.compile(r"str|int|bool|(list|dict)\[.*\]")  # what stands in the place of a fault for one form of several
+
 LONGEST_MESSAGE = 1000
 
 
@@ -92,9 +94,20 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
     if not place:
         return ApiError(400, "the body must be a JSON object, with Content-Type: application/json")
+    forms = [step for step in place if _FORM.fullmatch(step)]
+    place = place[: place.index(forms[0])] if forms else place
     name = place[0] + "".join(f"[{step}]" if step.isdigit() else f".{step}" for step in place[1:])
+    if forms:
+        text = f"{name}: this is none of {', '.join(_forms(errors, len(place)))}"
+        return ApiError(400, text, code="invalid_type", param=name)
     if first.get("type") == "extra_forbidden":
         return ApiError(400, f"{name}: this server has no such parameter", code="unknown_parameter", param=name)
     if first.get("type") == "missing":
         return ApiError(400, f"{name}: this parameter is required", code="missing_required_parameter", param=name)
     return ApiError(400, f"{name}: {first['msg']}", code="invalid_type", param=name)
+
+
+def _forms(errors: Sequence[Mapping[str, Any]], depth: int) -> list[str]:
+    """The forms that a value may have, each of which has failed."""
+    places = [[str(step) for step in error.get("loc", ()) if step != "body"] for error in errors]
+    return list(dict.fromkeys(place[depth] for place in places if len(place) > depth and _FORM.fullmatch(place[depth])))

@@ -13,7 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Json = dict[str, Any]
+from rille.serve.asking import Json, check_keys
+
+# The last two say where a cache is elsewhere, and how finely arguments stream: here as finely as they come.
+_TOOL_KEYS = ("type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming")
 
 
 @dataclass(frozen=True)
@@ -125,10 +128,11 @@ def _part(block: Json, where: str) -> Json:
 
 
 def _tool(tool: Json, where: str) -> Json:
-    if tool.get("type", "custom") != "custom":
+    if (tool.get("type") or "custom") != "custom":
         raise ValueError(f"{where} is of type {tool['type']!r}; this server carries no tools out, it takes custom ones")
     if not isinstance(tool.get("input_schema"), Mapping):
         raise ValueError(f"{where}.input_schema must be an object")
+    check_keys(tool, _TOOL_KEYS, where)
     function = {"name": tool.get("name"), "parameters": tool["input_schema"]}
     for key in ("description", "strict"):
         if tool.get(key) is not None:
@@ -239,5 +243,7 @@ def _flat_tool(tool: Any, where: str) -> Json:
     kind = tool.get("type") if isinstance(tool, Mapping) else None
     if kind != "function":
         raise ValueError(f"{where} is of type {kind!r}; this server carries no tools out, it takes functions")
-    function = {key: tool[key] for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None}
+    keys = ("name", "description", "parameters", "strict")
+    check_keys(tool, ("type", *keys), where)
+    function = {key: tool[key] for key in keys if tool.get(key) is not None}
     return {"type": "function", "function": function}

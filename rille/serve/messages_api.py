@@ -16,7 +16,7 @@ from contextlib import aclosing
 from typing import Any, Literal
 from uuid import uuid4
 
-from rille.serve.asking import Ask, Body, Json, read_effort, read_stops
+from rille.serve.asking import Ask, Body, Json, check_keys, read_effort, read_stops
 from rille.serve.front import Front, Turn
 from rille.serve.history import from_anthropic
 from rille.serve.replying import Call, Ended, Gathered
@@ -101,13 +101,22 @@ class MessagesBody(Body):
     def _effort(self) -> tuple[bool, str | None]:
         """Thinking is off unless asked for, as in Anthropic's API."""
         given, config = self.thinking, self.output_config
-        if given is None or given.type == "disabled":
-            return False, None
+        asked = None
         if config is not None and config.effort is not None:
-            return read_effort(config.effort, "output_config.effort")
-        if given.budget_tokens is None:
-            return True, "max"
-        return True, next((effort for limit, effort in _EFFORT_UP_TO if given.budget_tokens <= limit), "max")
+            asked = read_effort(config.effort, "output_config.effort")
+        if given is None:
+            return False, None
+        budget = given.budget_tokens
+        if budget is not None and (given.type != "enabled" or budget < 1):
+            raise ValueError(
+                f"thinking has the type {given.type!r} and budget_tokens {budget}; a budget goes with the type "
+                "enabled, and is at least 1"
+            )
+        if given.type == "disabled":
+            return False, None
+        if asked is not None or budget is None:
+            return asked or (True, "max")
+        return True, next((effort for limit, effort in _EFFORT_UP_TO if budget <= limit), "max")
 
     def _format(self) -> Json | None:
         given = self.output_config.format if self.output_config is not None else None
@@ -115,6 +124,7 @@ class MessagesBody(Body):
             return None
         if given.get("type") != "json_schema" or not isinstance(given.get("schema"), Mapping):
             raise ValueError("output_config.format must be of type json_schema, with a schema")
+        check_keys(given, ("type", "schema"), "output_config.format")
         return {"type": "json_schema", "json_schema": {"name": "output", "schema": given["schema"]}}
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from uuid import uuid4
 
-from rille.serve.asking import Ask, Body, Json, StreamOptions, read_effort, read_tool_choice
+from rille.serve.asking import Ask, Body, Json, read_effort, read_tool_choice
 from rille.serve.chat_api import new_call_id
 from rille.serve.errors import ApiError
 from rille.serve.front import Turn
@@ -27,10 +27,19 @@ from rille.text.reply import CallArguments, CallBegin, Content, Event, Reasoning
 _ENCRYPTED = "reasoning.encrypted_content"  # who asks for it wants thinking that can be sent back; here any can
 
 
+Summary = Literal["auto", "concise", "detailed"]  # there are none: reasoning comes as it is
+
+
 class ReasoningOptions(Body):
     effort: str | None = None
-    summary: str | None = None  # there are no summaries: reasoning comes as it is
-    generate_summary: str | None = None
+    summary: Summary | None = None
+    generate_summary: Summary | None = None
+
+
+class StreamOptions(Body):
+    """The usage is in the last event in any case."""
+
+    include_obfuscation: bool | None = None  # we never pad
 
 
 class TextFormat(Body):
@@ -71,6 +80,8 @@ class ResponsesBody(Body):
         """Raises ValueError."""
         if others := sorted({*(self.include or ())} - {_ENCRYPTED}):
             raise ValueError(f"include: this server has no {others[0]!r}; it takes {_ENCRYPTED}, and thinking is open")
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options goes with stream: true only")
         listed = from_responses(self.input, self.instructions, self.tools)
         choice, name = read_tool_choice(self.tool_choice)
         thinking, effort = True, "max"

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 IMAGE_PARTS = ("image", "image_url")
+_LOST = ("function_call", "refusal", "audio")  # what other servers' messages say outside of content and calls
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,10 @@ def _read_message(message: Any, where: str) -> Message:
     tools = message.get("tools")
     if tools and (role != "system" or message.get("content")):
         raise ValueError(f"{where} declares tools, which only a system message without content can")
+    if lost := [key for key in _LOST if message.get(key)]:
+        raise ValueError(f"{where}.{lost[0]} has no place in a prompt; say it in content, and calls in tool_calls")
+    if not isinstance(message.get("partial"), bool | None):
+        raise ValueError(f"{where}.partial is {message['partial']!r:.80}; it must be true or false")
     return Message(
         role=role,
         content=_read_content(message.get("content"), where),

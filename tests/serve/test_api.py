@@ -71,6 +71,14 @@ WRONG = {
         "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "strict": "yes"}}
     },
     "unknown format": {"response_format": {"type": "yaml"}},
+    "a schema beside json_object": {"response_format": {"type": "json_object", "schema": {"type": "integer"}}},
+    "a schema beside text": {"response_format": {"type": "text", "json_schema": {"name": "a", "schema": {}}}},
+    "an unknown key of a form": {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "regex": "a"}}
+    },
+    "a schema that is only itself": {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}}
+    },
     # the rest
     "unknown effort": {"reasoning_effort": "immense"},
     "unknown kind of thinking": {"thinking": {"type": "sometimes"}},
@@ -83,6 +91,10 @@ WRONG = {
     "no tokens": {"max_tokens": 0},
     "more tokens than a number holds": {"seed": 2**70},
     "a bias on no id": {"logit_bias": {"a": 1}},
+    "a bias without bounds": {"logit_bias": {"5": 1e300}},
+    "a penalty next to 0": {"repetition_penalty": 1e-40},
+    "min_tokens with a form": {"min_tokens": 3, "response_format": FORMAT},
+    "min_tokens with tools": {"min_tokens": 3, "tools": [TOOL]},
     "top_logprobs without logprobs": {"top_logprobs": 3},
     "too many logprobs": {"logprobs": True, "top_logprobs": 21},
     "an empty stop string": {"stop": [""]},
@@ -93,6 +105,11 @@ WRONG = {
     "message that is a text": {"messages": ["hi"]},
     "content that is a number": {"messages": [{"role": "user", "content": 3}]},
     "half a character": {"messages": [{"role": "user", "content": "\ud800"}]},
+    "a call in the older form": {
+        "messages": [USER, {"role": "assistant", "content": None, "function_call": {"name": "a", "arguments": "{}"}}]
+    },
+    "a refusal": {"messages": [USER, {"role": "assistant", "content": None, "refusal": "no"}, USER]},
+    "partial that is no boolean": {"messages": [USER, {"role": "assistant", "content": "a", "partial": "false"}]},
     "early partial message": {"messages": [{"role": "assistant", "content": "a", "partial": True}, USER]},
     "picture that is none": {
         "messages": [
@@ -141,6 +158,32 @@ def test_null_is_as_if_it_were_not_there(server, tokenizer):
     assert server.request.params.temperature == 1
     assert server.post(CHAT, {"messages": None})[0] == 400
     assert server.post(CHAT, {"messages": [USER], "functions": []})[1]["error"]["param"] == "functions"
+
+
+def test_what_clients_send_back_with_a_message_is_taken(server, tokenizer):
+    """Every field that OpenAI's client gives a message, as it stands when nobody has filled it."""
+    server.say(reply_ids(tokenizer, content="ok"))
+    empty = {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}
+    answer = {"role": "assistant", "content": "a", "reasoning_content": "r", "partial": False, **empty}
+    assert server.post(CHAT, {"messages": [USER, answer, USER]})[0] == 200
+
+
+def test_both_limits_hold(server, tokenizer):
+    for limits in ({"max_tokens": 3, "max_completion_tokens": 5}, {"max_tokens": 5, "max_completion_tokens": 3}):
+        server.say(reply_ids(tokenizer, content="one two three"))
+        assert server.post(CHAT, {"messages": [USER], **limits})[1]["usage"]["completion_tokens"] == 3
+
+
+def test_forms_that_a_value_may_have_are_listed(server):
+    """Not the fault of the first one alone, which may not be meant."""
+    for path, body, name, forms in (
+        ("/v1/completions", {"prompt": ["a", 5]}, "prompt", "str, list[str], list[int], list[list[int]]"),
+        (CHAT, {"messages": [USER], "stop": 5}, "stop", "str, list[str]"),
+        (CHAT, {"messages": [USER], "tool_choice": [1]}, "tool_choice", "str, dict[str,any]"),
+        ("/v1/responses", {"input": 5}, "input", "str, list[any]"),
+    ):
+        error = server.post(path, body)[1]["error"]
+        assert error["param"] == name and error["message"] == f"{name}: this is none of {forms}"
 
 
 def test_the_parameter_is_named(server):
@@ -197,8 +240,8 @@ def test_b12_too_long_is_refused_before_anything_is_computed(server):
 
 def test_unknown_paths_and_methods(server):
     assert server.post("/v1/unknown", {})[0] == 404
-    status, body, _ = server.get(CHAT)
-    assert status == 405 and json.loads(body)["error"]["message"]
+    status, body, headers = server.get(CHAT)
+    assert status == 405 and json.loads(body)["error"]["message"] and headers["allow"] == "POST"
     status, body, _ = server.post("/v1/messages", {})
     assert status == 400 and body["type"] == "error" and body["error"]["type"] == "invalid_request_error"
 
@@ -237,11 +280,22 @@ def test_no_traceback_reaches_a_client(server):
 def test_keys_and_sizes(tokenizer):
     with serving(tokenizer, Limits(keys=("secret", "other"), max_body=1000)) as server:
         body = {"messages": [USER]}
-        for headers in ({}, {"Authorization": "Bearer wrong"}, {"x_api_key": ""}, {"Authorization": "Bearer sécret"}):
+        for headers in (
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": "Basic secret"},
+            {"x_api_key": ""},
+            {"Authorization": "Bearer sécret"},
+        ):
             headers = {key: value.encode().decode("latin-1") for key, value in headers.items()}
             status, answer, _ = server.post(CHAT, body, **headers)
             assert status == 401 and answer["error"]["code"] == "invalid_api_key"
-        for headers in ({"Authorization": "Bearer secret"}, {"x_api_key": "other"}):
+        for headers in (
+            {"Authorization": "Bearer secret"},
+            {"Authorization": "bearer  secret"},
+            {"x_api_key": "other"},
+            {"x_api_key": "unset", "Authorization": "Bearer other"},
+        ):
             server.say(reply_ids(tokenizer, content="x"))
             assert server.post(CHAT, body, **headers)[0] == 200
         assert server.get("/v1/models")[0] == server.get("/figures")[0] == 401

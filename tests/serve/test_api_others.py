@@ -153,7 +153,7 @@ def test_tokenize_and_back(server, tokenizer):
     server.post("/v1/chat/completions", {"messages": [USER], "tools": [TOOL]})
     body = server.post("/tokenize", {"messages": [USER], "tools": [TOOL]})[1]
     assert body["tokens"] == list(server.request.prompt)
-    for wrong in ({}, {"prompt": "a", "messages": [USER]}):
+    for wrong in ({}, {"prompt": "a", "messages": [USER]}, {"prompt": "a", "tools": [TOOL]}):
         assert server.post("/tokenize", wrong)[0] == 400
     assert server.post("/detokenize", {"tokens": [10**9]})[0] == 400
 
@@ -236,6 +236,13 @@ def test_messages_continue_the_assistant(server, claude, tokenizer):
     assert server.prompt().endswith("It goes on ")
 
 
+def test_what_clients_set_to_nothing_is_taken(server, claude, tokenizer):
+    server.say(reply_ids(tokenizer, thinking=False, content="x"))
+    kept = {"cache_control": {"type": "ephemeral"}, "eager_input_streaming": True}
+    tool = {**CLAUDE, "type": None, "defer_loading": False, "input_examples": None, **kept}
+    assert ask(claude, tools=[tool], thinking={"type": "disabled"}).content[0].text == "x"
+
+
 def test_messages_with_a_form(server, claude, tokenizer):
     ids = reply_ids(tokenizer, thinking=False, content='{"ok":true}')
     config = {"format": {"type": "json_schema", "schema": SCHEMA}}
@@ -297,6 +304,14 @@ def test_messages_with_pictures(tokenizer):
         {"tool_choice": {"type": "tool"}, "tools": [CLAUDE]},
         {"thinking": {"type": "dreaming"}},
         {"output_config": {"format": {"type": "yaml"}}},
+        {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA, "strict": True}}},
+        {"output_config": {"effort": "immense"}},
+        {"thinking": {"type": "disabled"}, "output_config": {"effort": "immense"}},
+        {"thinking": {"type": "enabled", "budget_tokens": 0}},
+        {"thinking": {"type": "disabled", "budget_tokens": 2000}},
+        {"thinking": {"type": "adaptive", "budget_tokens": 2000}},
+        {"tools": [{**CLAUDE, "defer_loading": True}]},
+        {"tools": [{**CLAUDE, "input_examples": [{"number": 1}]}]},
         {"unknown_thing": 1},
     ],
 )
@@ -385,6 +400,11 @@ def test_responses_that_fail(server, client, tokenizer):
         {"background": True},
         {"include": ["message.output_text.logprobs"]},
         {"top_logprobs": 3},
+        {"stream_options": {"include_usage": True}, "stream": True},
+        {"stream_options": {"include_obfuscation": False}},
+        {"reasoning": {"summary": "epic"}},
+        {"tools": [{**FLAT, "defer_loading": True}]},
+        {"text": {"format": {"type": "json_object", "schema": SCHEMA}}},
     ],
 )
 def test_responses_refused(server, wrong):
