@@ -1,4 +1,4 @@
-"""The HTTP face itself: who is let in, what is refused and how, clients that go away, time limits, faults, metrics."""
+"""The HTTP face itself: who is let in, statuses, clients that go away, time limits, faults, metrics."""
 
 import http.client
 import json
@@ -13,7 +13,7 @@ from rille.serve.api import Limits
 from rille.serve.schema import EngineStats, Histogram, QueueFull, TooLarge, Unavailable
 from tests.serve.scripted import reply_ids, small_tokenizer
 from tests.serve.served import MAX_LENGTH, refused, serving, until
-from tests.serve.test_api_chat import FORMAT, TOOL, USER
+from tests.serve.test_api_chat import FORMAT, USER
 
 CHAT = "/v1/chat/completions"
 
@@ -27,168 +27,6 @@ def tokenizer():
 def server(tokenizer):
     with serving(tokenizer) as served:
         yield served
-
-
-def tool(name, **function):
-    return {"type": "function", "function": {"name": name, **function}}
-
-
-def late(**message):
-    return {"messages": [USER, {"role": "system", **message}]}
-
-
-RESULT = {"role": "tool", "content": "42"}
-WRONG = {
-    # D10: what Moonshot's verifier expects to be refused
-    "dynamic tools with content": late(content="hi", tools=[TOOL]),
-    "dynamic tools of a user": {"messages": [{"role": "user", "content": "", "tools": [TOOL]}]},
-    "dynamic tools that are no list": late(tools={"a": 1}),
-    "dynamic tool that is null": late(tools=[None]),
-    "tool without a type": {"tools": [{"function": {"name": "a"}}]},
-    "tool without a function": {"tools": [{"type": "function"}]},
-    "tool without a name": {"tools": [{"type": "function", "function": {}}]},
-    "tool of an unknown type": {"tools": [{"type": "magic", "function": {"name": "a"}}]},
-    "tools that are no list": {"tools": "double"},
-    "name with a digit first": {"tools": [tool("1a")]},
-    "name with special characters": {"tools": [tool("a b!")]},
-    "name with a line feed behind": {"tools": [tool("a\n")]},
-    "empty name": {"tools": [tool("")]},
-    "name of 257 characters": {"tools": [tool("a" * 257)]},
-    "dynamic name of 257 characters": late(tools=[tool("a" * 257)]),
-    "a tool twice": {"tools": [TOOL, TOOL]},
-    "a tool globally and dynamically": {"tools": [TOOL], **late(tools=[TOOL])},
-    "result without an id": {"messages": [USER, RESULT], "tools": [TOOL]},
-    "result of no call": {"messages": [USER, {**RESULT, "tool_call_id": "x"}]},
-    "required without tools": {"tool_choice": "required"},
-    "unknown tool_choice": {"tool_choice": "perhaps", "tools": [TOOL]},
-    "choice of an undeclared tool": {"tool_choice": tool("other"), "tools": [TOOL]},
-    "format without a name": {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
-    "format without a schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
-    "schema that is no object": {
-        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": "x"}}
-    },
-    "strict that is no boolean": {
-        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "strict": "yes"}}
-    },
-    "unknown format": {"response_format": {"type": "yaml"}},
-    "a schema beside json_object": {"response_format": {"type": "json_object", "schema": {"type": "integer"}}},
-    "a schema beside text": {"response_format": {"type": "text", "json_schema": {"name": "a", "schema": {}}}},
-    "an unknown key of a form": {
-        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "regex": "a"}}
-    },
-    "a schema that is only itself": {
-        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}}
-    },
-    # the rest
-    "unknown effort": {"reasoning_effort": "immense"},
-    "unknown kind of thinking": {"thinking": {"type": "sometimes"}},
-    "unknown parameter": {"temprature": 1},
-    "temperature as a text": {"temperature": "1"},
-    "temperature below 0": {"temperature": -1},
-    "top_p of 0": {"top_p": 0},
-    "n of 0": {"n": 0},
-    "n of a thousand": {"n": 1000},
-    "no tokens": {"max_tokens": 0},
-    "more tokens than a number holds": {"seed": 2**70},
-    "a bias on no id": {"logit_bias": {"a": 1}},
-    "a bias without bounds": {"logit_bias": {"5": 1e300}},
-    "a penalty next to 0": {"repetition_penalty": 1e-40},
-    "min_tokens with a form": {"min_tokens": 3, "response_format": FORMAT},
-    "min_tokens with tools": {"min_tokens": 3, "tools": [TOOL]},
-    "top_logprobs without logprobs": {"top_logprobs": 3},
-    "too many logprobs": {"logprobs": True, "top_logprobs": 21},
-    "an empty stop string": {"stop": [""]},
-    "stop strings without end": {"stop": ["x"] * 17},
-    "stream_options without a stream": {"stream_options": {"include_usage": True}},
-    "no messages": {"messages": []},
-    "unknown role": {"messages": [{"role": "oracle", "content": "?"}]},
-    "message that is a text": {"messages": ["hi"]},
-    "content that is a number": {"messages": [{"role": "user", "content": 3}]},
-    "half a character": {"messages": [{"role": "user", "content": "\ud800"}]},
-    "a call in the older form": {
-        "messages": [USER, {"role": "assistant", "content": None, "function_call": {"name": "a", "arguments": "{}"}}]
-    },
-    "a refusal": {"messages": [USER, {"role": "assistant", "content": None, "refusal": "no"}, USER]},
-    "partial that is no boolean": {"messages": [USER, {"role": "assistant", "content": "a", "partial": "false"}]},
-    "early partial message": {"messages": [{"role": "assistant", "content": "a", "partial": True}, USER]},
-    "picture that is none": {
-        "messages": [
-            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,x"}}]}
-        ]
-    },
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_d10_refused_in_one_line(server, name):
-    before = len(server.engine.requests)
-    status, body, _ = server.post(CHAT, {"model": "tiny", "messages": [USER], **WRONG[name]})
-    error = body["error"]
-    assert status == 400 and error["type"] == "invalid_request_error", body
-    assert error["message"] and "\n" not in error["message"] and "Traceback" not in error["message"]
-    assert set(error) == {"message", "type", "param", "code"} and len(server.engine.requests) == before
-
-
-@pytest.mark.parametrize(
-    "body",
-    [b"", b"{", b"[]", b'"text"', b"\xff\xfe", b'{"messages": [{"role": "user", "content": "a"}], "top_p": NaN}', b"["],
-)
-def test_bodies_that_are_no_request(server, body):
-    status, answer, _ = server.post(CHAT, body)
-    assert status == 400 and answer["error"]["message"]
-
-
-def test_a_body_of_ten_thousand_brackets(server):
-    status, answer, _ = server.post(CHAT, b"[" * 10_000)
-    assert status == 400 and answer["error"]["message"]
-
-
-def test_tool_choice_without_tools_is_fine(server, tokenizer):
-    for choice in ("none", "auto"):
-        server.say(reply_ids(tokenizer, content="ok"))
-        status, _, _ = server.post(CHAT, {"messages": [USER], "tool_choice": choice})
-        assert status == 200
-
-
-def test_null_is_as_if_it_were_not_there(server, tokenizer):
-    """Clients send it for what nobody set, under names that are unknown here too."""
-    server.say(reply_ids(tokenizer, content="ok"))
-    nulls = {"functions": None, "audio": None, "temperature": None, "stop": None, "tools": None, "thinking": None}
-    assert server.post(CHAT, {"messages": [USER], **nulls})[0] == 200
-    assert server.request.params.temperature == 1
-    assert server.post(CHAT, {"messages": None})[0] == 400
-    assert server.post(CHAT, {"messages": [USER], "functions": []})[1]["error"]["param"] == "functions"
-
-
-def test_what_clients_send_back_with_a_message_is_taken(server, tokenizer):
-    """Every field that OpenAI's client gives a message, as it stands when nobody has filled it."""
-    server.say(reply_ids(tokenizer, content="ok"))
-    empty = {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}
-    answer = {"role": "assistant", "content": "a", "reasoning_content": "r", "partial": False, **empty}
-    assert server.post(CHAT, {"messages": [USER, answer, USER]})[0] == 200
-
-
-def test_both_limits_hold(server, tokenizer):
-    for limits in ({"max_tokens": 3, "max_completion_tokens": 5}, {"max_tokens": 5, "max_completion_tokens": 3}):
-        server.say(reply_ids(tokenizer, content="one two three"))
-        assert server.post(CHAT, {"messages": [USER], **limits})[1]["usage"]["completion_tokens"] == 3
-
-
-def test_forms_that_a_value_may_have_are_listed(server):
-    """Not the fault of the first one alone, which may not be meant."""
-    for path, body, name, forms in (
-        ("/v1/completions", {"prompt": ["a", 5]}, "prompt", "str, list[str], list[int], list[list[int]]"),
-        (CHAT, {"messages": [USER], "stop": 5}, "stop", "str, list[str]"),
-        (CHAT, {"messages": [USER], "tool_choice": [1]}, "tool_choice", "str, dict[str,any]"),
-        ("/v1/responses", {"input": 5}, "input", "str, list[any]"),
-    ):
-        error = server.post(path, body)[1]["error"]
-        assert error["param"] == name and error["message"] == f"{name}: this is none of {forms}"
-
-
-def test_the_parameter_is_named(server):
-    for body, param in (({"temperature": 200}, "temperature"), ({"tools": [tool("1")]}, "tools"), ({"x": 1}, "x")):
-        assert server.post(CHAT, {"messages": [USER], **body})[1]["error"]["param"] == param
 
 
 # --- statuses ---------------------------------------------------------------------------------------------------------

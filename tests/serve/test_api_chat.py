@@ -254,38 +254,6 @@ def test_a_limit_within_a_call(server, client, tokenizer):
     assert choice.finish_reason == "length" and choice.message.tool_calls[0].function.name == "double"
 
 
-def test_stop_strings_count_in_the_answer_alone(server, client, tokenizer):
-    ids = reply_ids(tokenizer, reasoning_content="one STOP two", content="three STOP four")
-    reply = both(server, client, ids, stop=["STOP", "none"])
-    assert reply.choices[0].message.content == "three " and reply.choices[0].finish_reason == "stop"
-    assert reply.choices[0].message.reasoning_content == "one STOP two"
-    assert server.engine.aborted and reply.usage.completion_tokens < len(ids)
-    reply = both(server, client, reply_ids(tokenizer, content="three ST"), stop="STOP")
-    assert reply.choices[0].message.content == "three ST", "what was held back comes at the end"
-
-
-def test_min_tokens_hold_stop_strings_back_too(server, client, tokenizer):
-    """As in `/v1/completions`, where the engine itself looks for them."""
-    ids = reply_ids(tokenizer, content="one STOP two STOP three")
-    text = tokenizer.encode("one STOP two STOP three")
-    begin = next(place for place in range(len(ids)) if ids[place : place + len(text)] == text)
-    extra = {"min_tokens": begin + len(tokenizer.encode("one STOP ")) + 1}
-    reply = both(server, client, ids, stop="STOP", extra_body=extra)
-    assert reply.choices[0].message.content == "one STOP two " and reply.choices[0].finish_reason == "stop"
-    assert reply.usage.completion_tokens >= extra["min_tokens"]
-
-
-def test_a_stop_id_is_no_part_of_the_text(server, client, tokenizer):
-    """As in `/v1/completions`."""
-    for channel in ("content", "reasoning_content"):
-        ids = reply_ids(tokenizer, **{"content": "", channel: "one!"})
-        ids = ids[: ids.index(tokenizer.encode("!")[0]) + 1]
-        request = {"logprobs": True, "extra_body": {"stop_token_ids": [ids[-1]]}}
-        [choice] = both(server, client, ids, **request).choices
-        assert getattr(choice.message, channel) == "one" and choice.finish_reason == "stop"
-        assert len(choice.logprobs.content) == len(ids), "it was written all the same"
-
-
 def test_choices(server, client, tokenizer):
     texts = ["one", "two two", "three STOP three"]
     reply = both(server, client, *[reply_ids(tokenizer, content=text) for text in texts], n=3, stop="STOP")

@@ -1,0 +1,43 @@
+"""JSON schemas that no value begins: found wherever they lie, and no others."""
+
+import json
+
+import pytest
+
+from rille.text.grammar import continuations
+
+LOOPS = [
+    {"$ref": "#"},
+    {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+    {"anyOf": [{"$ref": "#"}, {"allOf": [{"$ref": "#"}]}]},
+    {"allOf": [{"type": "integer"}, {"$ref": "#"}]},
+    {"type": "object", "properties": {"a": {"oneOf": [{"$ref": "#/properties/a"}]}}, "required": ["a"]},
+    {"type": "array", "prefixItems": [{"$ref": "#/prefixItems/0"}]},
+    {"anyOf": [{"type": "integer"}, {"type": "array", "items": {"$ref": "#/anyOf/1/items"}}]},
+]
+ENDS = [
+    {"anyOf": [{"type": "integer"}, {"type": "array", "items": {"$ref": "#"}}]},
+    {"$defs": {"n": {"properties": {"n": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}}}}, "$ref": "#/$defs/n"},
+    {"type": "object", "properties": {"$ref": {"type": "string"}, "a": {"enum": [{"$ref": "#"}]}}},
+    {"type": "string", "default": {"$ref": "#/nowhere"}},
+]
+
+
+@pytest.mark.parametrize("schema", LOOPS, ids=json.dumps)
+def test_schemas_that_no_value_begins(schema):
+    """A grammar of them would let nothing through, and a reply would be empty or cut, as if that were the answer."""
+    for form in ({"type": "json_schema", "json_schema": {"schema": schema}}, None):
+        tools = (
+            []
+            if form
+            else [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": schema}}}}]
+        )
+        moved = json.loads(json.dumps(tools).replace('"#', '"#/properties/x'))
+        with pytest.raises(ValueError, match="refers to itself before any value begins"):
+            continuations("think", moved, response_format=form)
+
+
+@pytest.mark.parametrize("schema", ENDS, ids=json.dumps)
+def test_schemas_that_come_back_to_themselves_in_values(schema):
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    assert "%json" in continuations("think", response_format=form).lark
