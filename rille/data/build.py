@@ -47,8 +47,9 @@ _EXCERPT = 300
 def build_dataset(config: BuildConfig, *, note: Note = print, steps: Steps | None = None) -> Path:
     """Make the training set that `config` describes; returns its folder.
 
-    A finished set of the same settings is left as it is. Raises ValueError for sources, filters or settings that
-    cannot be used, for a source without any document that stays, and for a folder that holds something else.
+    A finished set of the same settings and sources (those that are still there) is left as it is. Raises ValueError
+    for sources, filters or settings that cannot be used, for a source without any document that stays, and for a
+    folder that holds something else.
     """
     out = Path(config.out)
     partial = out.with_name(out.name + ".partial")
@@ -105,6 +106,7 @@ def _make(config: BuildConfig, request: dict, partial: Path, workers: int, note:
     held = _held_out(spool, fate, config)
     training = fate == KEPT
     training[held] = False
+    _check_shares(config, spool, training)
     _vocabulary(config, spool, training, partial, note, steps)
     shards = _encode(config, spool, training, partial, workers, steps)
     _write_held_out(spool, held, ranks, partial)
@@ -139,6 +141,9 @@ def _check_finished(out: Path, config: BuildConfig) -> None:
     manifest = json.loads((out / MANIFEST).read_text(encoding="utf-8"))
     now = json.loads(json.dumps({key: value for key, value in asdict(config).items() if key not in FREE}))
     _check_same(manifest["request"]["settings"], now, f"{out} holds a set")
+    for domain, state in zip(config.domains(), manifest["request"]["sources"], strict=True):
+        if Path(domain.path).exists() and source_state(domain.path) != state:
+            raise ValueError(f"{domain.path} changed since {out} was made of it; use another folder or delete that one")
 
 
 def _check_same(old: dict, new: dict, place: str) -> None:
@@ -160,9 +165,21 @@ def _check_any(spool: Spool, config: BuildConfig) -> None:
             )
 
 
+def _check_shares(config: BuildConfig, spool: Spool, training: np.ndarray) -> None:
+    """Raise ValueError for a domain that is to be read and of which no document is left."""
+    left = dict.fromkeys(config.names(), 0)
+    for chunk, facts in enumerate(spool.facts):
+        left[facts["domain"]] += int(training[spool.first[chunk] : spool.first[chunk + 1]].sum())
+    if empty := [name for name, share in config.shares().items() if share > 0 and not left[name]]:
+        raise ValueError(
+            f"rates give {', '.join(empty)} a share, but every document of it equals one of another domain or is held "
+            "out; leave it out or give it 0"
+        )
+
+
 def _held_out(spool: Spool, fate: np.ndarray, config: BuildConfig) -> np.ndarray:
     """Numbers, int64, of the documents held out: lowest fingerprints first, up to the bounds of share and bytes."""
-    threshold = np.uint64(int(config.held_out * 2**64) - 1)
+    threshold = np.uint64(max(1, int(config.held_out * 2**64)) - 1)
     found: list[tuple[int, int, int]] = []
     lowest: tuple[int, int, int] | None = None
     for chunk in range(len(spool)):

@@ -120,6 +120,8 @@ class BuildConfig:
             unknown = [name for name in getattr(self, option) if name not in names]
             if unknown:
                 raise ValueError(f"{option} names {', '.join(unknown)}, but the domains are {', '.join(names)}")
+        if both := sorted(set(self.code) & set(self.plain)):
+            raise ValueError(f"{', '.join(both)} cannot be code and plain both; choose one")
         self.shares()
 
     def domains(self) -> tuple[Domain, ...]:
@@ -147,6 +149,8 @@ class BuildConfig:
         shares: dict[str, float] = {}
         for rate in self.rates:
             name, _, number = rate.partition("=")
+            if name in shares:
+                raise ValueError(f"rates give {name} a share twice; give one")
             try:
                 shares[name] = float(number)
             except ValueError:
@@ -163,6 +167,8 @@ def _check_numbers(config: BuildConfig) -> None:
             raise ValueError(f"{name} is {getattr(config, name)}; it must be at least {low}")
     if not config.sources or not config.out:
         raise ValueError("name at least one source and a folder to make (--out)")
+    if not Path(config.out).name:
+        raise ValueError(f"out is {config.out}, a folder that is there; name one to make, such as sets/first")
     if config.workers is not None and config.workers < 1:
         raise ValueError(f"workers is {config.workers}; it must be at least 1")
     if not 0.5 <= config.similarity <= 1:
@@ -171,5 +177,5 @@ def _check_numbers(config: BuildConfig) -> None:
         raise ValueError(f"held_out is {config.held_out}; it must be above 0 and at most 0.5")
     if not 0 <= config.long_times < float("inf"):
         raise ValueError(f"long_times is {config.long_times}; it must be at least 0")
-    if config.max_epochs is not None and not config.max_epochs > 0:
-        raise ValueError(f"max_epochs is {config.max_epochs}; it must be above 0, or none")
+    if config.max_epochs is not None and not 0 < config.max_epochs < float("inf"):
+        raise ValueError(f"max_epochs is {config.max_epochs}; it must be above 0, or none for no limit")

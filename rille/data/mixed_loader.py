@@ -1,18 +1,20 @@
 """Batches from a built training set, by its mixture: the same sequence for any number of ranks, found again at once.
 
-    pass p     slots 0 ... M - 1, M = sum of draws (mixture.py); slot order = a permutation drawn from (seed, p)
-    slot       belongs to a stream s; it is draw number g of s, counted over all passes
+    pass p     slots 0 ... M - 1, M = sum of draws (mixture.py), dealt to streams by a permutation from (seed, p)
+    slot       of stream s is draw number g of s, counted slot by slot over all passes
     draw g     of s is piece P(g mod n_s), P a permutation drawn from (seed, s, g // n_s)
     batches    pieces end to end, cut at `batch_tokens`; what is cut off opens the next batch (as in loader.py)
     rank r     of R takes batches r, r + R, r + 2 R ... of that one sequence
 
-Nothing is stored but the place, and no list of pieces is ever made: memory does not grow with the set.
+Nothing is stored but the place and the draws of each stream in this pass, and no list of pieces is ever made: memory
+does not grow with the set.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +22,11 @@ import torch
 
 from rille.data.dataset import Dataset
 from rille.data.loader import Batch
-from rille.data.mixture import Mixture, draws_a_pass, draws_of_pass
+from rille.data.mixture import Mixture, draws_a_pass, draws_before, draws_of_pass, next_pass
 from rille.data.shuffle import Permutation
 
 _BLOCK = 1024  # slots whose pieces are found at once
+_ORDER = 2  # of the draws; a place in another order means other batches
 
 
 class MixedLoader:
@@ -54,14 +57,14 @@ class MixedLoader:
         self._domains = [dataset.domains.index(stream.domain) for stream in self._streams]
         self._mixture = dataset.mixture if mixture is None else mixture
         self._rank, self._ranks = rank, ranks
-        self._draws = draws_a_pass(self._sizes, self._mixture)
         self._settings = {
             "seed": seed,
             "batch_tokens": batch_tokens,
             "sequence_length": sequence_length,
             "dataset": dataset.digest,
-            "draws": self._draws,
+            "draws": draws_a_pass(self._sizes, self._mixture),
             "max_epochs": self._mixture.max_epochs,
+            "order": _ORDER,
         }
         self._go_to(0, 0, 0)
 
@@ -70,14 +73,21 @@ class MixedLoader:
         """Passes that are complete."""
         return self._pass
 
+    @property
+    def most_targets(self) -> int | None:
+        """More than so many tokens cannot be read before max_epochs ends it; None without it."""
+        if (cap := self._mixture.max_epochs) is None:
+            return None
+        live = [s for s, draws in zip(self._sizes, self._settings["draws"], strict=True) if draws]
+        return sum(min(s.targets * ceil(cap), round(s.pieces * cap) * self._settings["sequence_length"]) for s in live)
+
     def epochs(self) -> dict[str, float]:
         """How often the documents of each domain were read so far, on average over its tokens."""
         read: dict[str, float] = {}
         targets: dict[str, int] = {}
-        for number, size in enumerate(self._sizes):
-            done = sum(draws_of_pass(p, self._sizes, self._mixture)[number] for p in range(self._pass))
-            done += self._pass_draws[number] * self._slot / max(1, sum(self._pass_draws))
-            read[size.domain] = read.get(size.domain, 0) + done / max(1, size.pieces) * size.targets
+        for size, before, drawn in zip(self._sizes, self._before, self._drawn, strict=True):
+            done = (before + drawn) / max(1, size.pieces)
+            read[size.domain] = read.get(size.domain, 0) + done * size.targets
             targets[size.domain] = targets.get(size.domain, 0) + size.targets
         return {name: read[name] / max(1, targets[name]) for name in read}
 
@@ -91,18 +101,22 @@ class MixedLoader:
 
     def state(self) -> dict:
         """Where all ranks stand, as JSON can hold it; it is the same on each, and says nothing of their number."""
-        return {**self._settings, "epoch": self._pass, "piece": self._slot, "offset": self._offset}
+        place = {"epoch": self._pass, "piece": self._slot, "offset": self._offset, "drawn": [*self._drawn]}
+        return {**self._settings, **place}
 
     def restore(self, state: dict) -> None:
         """Continue from a `state()` of any number of ranks. Raises ValueError if it is of other settings or data."""
         wrong = [f"{key} {state.get(key)}, now {now}" for key, now in self._settings.items() if state.get(key) != now]
         if wrong:
             raise ValueError(f"the saved place in the data is of another run: {'; '.join(wrong)}; resume with the same")
-        self._go_to(state["epoch"], state["piece"], state["offset"])
+        self._go_to(state["epoch"], state["piece"], state["offset"], state["drawn"])
 
-    def _go_to(self, number: int, slot: int, offset: int) -> None:
+    def _go_to(self, number: int, slot: int, offset: int, drawn: Sequence[int] | None = None) -> None:
+        """drawn: slots of each stream before this one, none at the beginning of a pass."""
         self._pass, self._slot, self._offset = number, slot, offset
+        self._before = draws_before(number, self._sizes, self._mixture)
         self._pass_draws = draws_of_pass(number, self._sizes, self._mixture)
+        self._drawn = [0] * len(self._sizes) if drawn is None else [*drawn]
         self._block: list[tuple[int, int]] = []
         self._block_start = 0
         self._order = Permutation(max(1, sum(self._pass_draws)), (self._settings["seed"], 0, number))
@@ -123,9 +137,10 @@ class MixedLoader:
         return spans
 
     def _next_slot(self) -> None:
+        self._drawn[self._piece_at(self._slot)[0]] += 1
         self._slot, self._offset = self._slot + 1, 0
         if self._slot == sum(self._pass_draws):
-            self._go_to(self._pass + 1, 0, 0)
+            self._go_to(next_pass(self._pass + 1, self._sizes, self._mixture), 0, 0)
 
     def _piece_at(self, slot: int) -> tuple[int, int]:
         if not any(self._pass_draws):
@@ -139,15 +154,15 @@ class MixedLoader:
         return self._block[slot - self._block_start]
 
     def _pieces(self, slots: np.ndarray) -> list[tuple[int, int]]:
-        """(stream, piece) of each slot of this pass."""
+        """(stream, piece) of slots from the present one on."""
         first = np.array([0, *accumulate(self._pass_draws)])
         places = self._order(slots)
         streams = np.searchsorted(first, places, side="right") - 1
         pieces = np.empty_like(places)
         for number in np.unique(streams).tolist():
             mine = streams == number
-            draws = self._pass * self._draws[number] + places[mine] - first[number]
-            pieces[mine] = self._pieces_of(number, draws)
+            begun = self._before[number] + self._drawn[number]
+            pieces[mine] = self._pieces_of(number, np.arange(begun, begun + int(mine.sum())))
         return list(zip(streams.tolist(), pieces.tolist(), strict=True))
 
     def _pieces_of(self, stream: int, draws: np.ndarray) -> np.ndarray:

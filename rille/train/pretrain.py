@@ -105,6 +105,7 @@ def set_up(config: TrainConfig, corpus: Corpus) -> Run:
     sizes = config.model.replace(bos_id=eos, eos_id=eos)
     model = new_model(sizes, dtype=config.dtype, device=config.device, seed=config.seed)
     loader = Curriculum(config.all_stages, partial(stage_loader, corpus, config.data.seed))
+    check_enough(loader, config.steps)
     follow = optimizer(named_parameters(model), config.optim)
     size = count_parameters(config.model)
     print(f"model: {size.total:,} parameters, {size.active:,} active")
@@ -121,6 +122,19 @@ def set_up(config: TrainConfig, corpus: Corpus) -> Run:
 def stage_loader(corpus: Corpus, seed: int, stage: Stage, number: int) -> Loader | MixedLoader:
     """The way through the text in one stage; each has its own order."""
     return corpus.train.loader(stage.batch_tokens, stage.sequence_length, seed + number, dict(stage.shares))
+
+
+def check_enough(curriculum: Curriculum, steps: int) -> None:
+    """Raise ValueError where a stage would come to the end of a text that may be read so often only."""
+    ends = [*(stage.at for stage in curriculum.stages[1:]), steps]
+    for stage, loader, end in zip(curriculum.stages, curriculum.loaders, ends, strict=True):
+        most = loader.most_targets if isinstance(loader, MixedLoader) else None
+        a_step = stage.accumulate * stage.batch_tokens
+        if most is not None and (end - stage.at) * a_step > most:
+            raise ValueError(
+                f"steps {stage.at:,} to {end:,} read {(end - stage.at) * a_step:,} tokens, but max_epochs of the data set "
+                f"allows {most:,}, enough for {most // a_step:,} steps; train shorter, or build the set anew"
+            )
 
 
 def named_parameters(model: K3) -> list[Named]:

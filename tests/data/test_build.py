@@ -254,6 +254,36 @@ def test_a_source_without_anything_that_stays(tmp_path: Path):
         build(tmp_path / "other", {"b": ["same"] * 4})
 
 
+def test_a_domain_of_copies_has_no_share(tmp_path: Path):
+    texts = [essay(seed) for seed in range(20)]
+    with pytest.raises(ValueError, match="rates give b a share, but every document of it equals one of another domain"):
+        build(tmp_path / "one", {"a": texts, "b": texts}, rates=("a=0.5", "b=0.5"))
+    dataset = build(tmp_path / "two", {"a": texts, "b": texts})
+    assert [stream.domain for stream in dataset.streams(64)] == ["a"]
+
+
+def test_the_least_share_is_one_document_held_out(tmp_path: Path):
+    dataset = build(tmp_path, {"a": [essay(seed) for seed in range(20)]}, held_out=1e-30)
+    assert len(texts_of(dataset)[1]) == 1
+
+
+def test_a_source_that_changed_after_the_set_was_made_is_told(tmp_path: Path):
+    texts = [essay(seed) for seed in range(20)]
+    build(tmp_path, {"a": texts})
+    build_again = BuildConfig(
+        sources=(f"a={tmp_path / 'a.jsonl'}",),
+        out=str(tmp_path / "set"),
+        plain=("a",),
+        tokenizer=str(tmp_path / "tokenizer"),
+    )
+    assert build_dataset(build_again, note=lambda _: None) == tmp_path / "set"
+    write_jsonl(tmp_path / "a.jsonl", texts[:19])
+    with pytest.raises(ValueError, match="a.jsonl changed since .*set was made of it"):
+        build_dataset(build_again)
+    (tmp_path / "a.jsonl").unlink()
+    assert build_dataset(build_again, note=lambda _: None) == tmp_path / "set"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -270,6 +300,11 @@ def test_a_source_without_anything_that_stays(tmp_path: Path):
         ({"shard_bytes": 0}, "shard_bytes is 0"),
         ({"vocab_size": 100}, "vocab_size is 100"),
         ({"max_epochs": 0.0}, "max_epochs is 0.0"),
+        ({"max_epochs": float("inf")}, "max_epochs is inf"),
+        ({"max_epochs": float("nan")}, "max_epochs is nan"),
+        ({"rates": ("a=1", "a=2")}, "give a a share twice"),
+        ({"code": ("a",), "plain": ("a",)}, "a cannot be code and plain both"),
+        ({"out": "."}, "out is ., a folder that is there"),
     ],
 )
 def test_mistakes_are_named(changes: dict, message: str):

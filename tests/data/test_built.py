@@ -48,7 +48,8 @@ def test_train_and_resume_on_a_built_set(config: TrainConfig, capsys: pytest.Cap
     assert "resuming after step 3" in capsys.readouterr().out
     assert losses(config.out) == whole
     loader = MixedLoader(config.data.path or "", 96, 48)
-    assert loader._draws[1] / loader._draws[0] == pytest.approx(3, rel=0.1)
+    draws = loader.state()["draws"]
+    assert draws[1] / draws[0] == pytest.approx(3, rel=0.1)
 
 
 def test_another_vocabulary_is_refused(config: TrainConfig):

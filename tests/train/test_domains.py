@@ -1,5 +1,6 @@
 """Losses by domain: every target belongs to one, and the parts make the whole."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -91,3 +92,23 @@ def test_held_out_by_domain_is_that_domain_alone(run: Run):
 def _document(text: TokenText, number: int) -> TokenText:
     start, end = (int(x) for x in text.boundaries[number : number + 2])
     return TokenText(text.tokens[start : end + 1], np.array([0, end - start]), text.byte_lengths)
+
+
+def test_a_run_that_is_longer_than_its_text_is_refused_before_it_begins(tmp_path: Path):
+    dataset = build(tmp_path, {"a": [essay(seed) for seed in range(40)]}, max_epochs=2.0)
+    data = DataConfig(path=str(dataset.directory), vocab_size=400, sequence_length=48, batch_tokens=64)
+    config = TrainConfig(
+        out="unused",
+        steps=2 * dataset.num_targets // 64,
+        data=data,
+        optim=OptimConfig(lr=3e-3),
+        model=MODEL.replace(vocab_size=400),
+    )
+    run = set_up(config, open_built(data))
+    for _ in range(config.steps):
+        next_batches(run)
+    with pytest.raises(ValueError, match=f"allows {2 * dataset.num_targets:,}, enough for {config.steps:,} steps"):
+        set_up(replace(config, steps=config.steps + 1), open_built(data))
+    staged = replace(config, stages=("at=5 accumulate=9",))
+    with pytest.raises(ValueError, match="steps 5 to"):
+        set_up(staged, open_built(data))
