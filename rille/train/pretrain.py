@@ -132,7 +132,7 @@ def check_enough(curriculum: Curriculum, steps: int) -> None:
         a_step = stage.accumulate * stage.batch_tokens
         if most is not None and (end - stage.at) * a_step > most:
             raise ValueError(
-                f"steps {stage.at:,} to {end:,} read {(end - stage.at) * a_step:,} tokens, but max_epochs of the data set "
+                f"steps {stage.at:,} to {end:,} read {(end - stage.at) * a_step:,} tokens, but max_epochs of the set "
                 f"allows {most:,}, enough for {most // a_step:,} steps; train shorter, or build the set anew"
             )
 
