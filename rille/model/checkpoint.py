@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from rille.model.arguments import as_dtype, as_layers, as_path, check_weights, kind
 from rille.model.config import K3Config
+from rille.model.experts import ExpertWeights
 from rille.model.kda import KDA
 from rille.model.model import K3
-from rille.model.moe import ExpertWeights
 from rille.model.names import Entry, mtp_copies, parameter_table
 from rille.model.official import with_quantization
 from rille.model.packed import PackedExpertWeights, fill_codes, packed_model, pending_codes

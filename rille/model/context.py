@@ -21,8 +21,8 @@ from rille.packing import Packing
 
 if TYPE_CHECKING:
     from rille.model.balance import Counts
+    from rille.model.experts import ExpertWeights
     from rille.model.media import Media
-    from rille.model.moe import ExpertWeights
     from rille.ops.kda import DecodeLayer, Projected
     from rille.ops.mla import LatentCache
 

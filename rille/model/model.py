@@ -196,7 +196,7 @@ class K3(nn.Module):
         ctx.memory = memory = memory or self.new_memory(ctx.packing.num_sequences)
         ctx.tap = trace = Trace()
         hidden_ND = self._run(tokens, ctx)
-        trace.finish(self, memory)
+        trace.finish(self.blocks(), memory)
         trace.tensors["logits"] = linear(hidden_ND, self.head_weight).float()
         return trace.tensors
 

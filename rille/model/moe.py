@@ -9,9 +9,6 @@ The scores choose with the bias and weigh without it. Without a latent width the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -20,17 +17,10 @@ from rille.model.allocate import Allocate, lay_together
 from rille.model.beside import beside
 from rille.model.config import K3Config
 from rille.model.context import Context
+from rille.model.experts import ExpertWeights, activation
 from rille.ops.joint_linear import joint_linear
-from rille.ops.moe import ExpertOperands, expert_glu, route, route_logits, route_weights, router_logits
+from rille.ops.moe import route, route_logits, route_weights, router_logits
 from rille.ops.norm import rms_norm
-from rille.ops.situ import situ_glu, swiglu
-
-Glu = Callable[[Tensor, Tensor], Tensor]
-
-
-def activation(c: K3Config) -> Glu:
-    """The GLU activation (gate, up) -> product that the config names."""
-    return swiglu if c.activation == "swiglu" else partial(situ_glu, cap_gate=c.gate_cap, cap_up=c.up_cap)
 
 
 class DenseGLU(nn.Module):
@@ -47,29 +37,6 @@ class DenseGLU(nn.Module):
 
     def derive(self) -> None:
         lay_together(self.gate_proj, self.up_proj)
-
-
-class ExpertWeights(nn.Module):
-    """The stacked routed experts, and what the expert product asks of them.
-
-    w13 [E, 2F, L] (gate rows, then up rows), w2 [E, L, F]. The scale buffers hold the MXFP4 group exponents that the
-    weights were loaded with (uint8, one for each 32 input columns), or None; saving reuses them.
-    """
-
-    w13_scale: Tensor | None
-    w2_scale: Tensor | None
-
-    def __init__(self, c: K3Config, new: Allocate) -> None:
-        super().__init__()
-        e, f, io = c.num_experts, c.expert_width, c.expert_io
-        self.w13, self.w2 = new(e, 2 * f, io), new(e, io, f)
-        self.register_buffer("w13_scale", None, persistent=False)
-        self.register_buffer("w2_scale", None, persistent=False)
-        self.act = activation(c)
-
-    def forward(self, x_NL: Tensor, ids_NA: Tensor, weights_NA: Tensor) -> Tensor:
-        """The weighted sum of each row's experts, [N, L] in fp32."""
-        return expert_glu(x_NL, ids_NA, weights_NA, ExpertOperands(self.w13, self.w2, self.act))
 
 
 class LatentMoE(nn.Module):

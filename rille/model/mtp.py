@@ -14,7 +14,7 @@ Suffixes: N packed tokens, S sequences, D width, W vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -37,7 +37,6 @@ from rille.packing import Packing
 
 if TYPE_CHECKING:
     from rille.model.balance import Counts
-    from rille.model.model import K3
 
 
 class MTPLayer(nn.Module):
@@ -59,14 +58,29 @@ class MTPLayer(nn.Module):
         return rms_norm(state_ND, self.norm, self.eps)
 
 
-def mtp_layers(model: K3) -> list[MTPLayer]:
+class Trunk(Protocol):
+    """What prediction further ahead asks of the model (`rille.model.K3`) that it stands on."""
+
+    config: K3Config
+    embed: nn.Parameter
+    mtp: nn.ModuleList | None
+
+    @property
+    def head_weight(self) -> Tensor: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
+def mtp_layers(model: Trunk) -> list[MTPLayer]:
     """The layers of a model. Raises ValueError where there are none."""
     if model.mtp is None:
         raise ValueError("mtp: this model has no multi-token-prediction layer; see config.mtp_layers, or `add_mtp`")
     return [layer for layer in model.mtp if isinstance(layer, MTPLayer)]
 
 
-def add_mtp(model: K3, layers: int = 1, seed: int = 0) -> None:
+def add_mtp(model: Trunk, layers: int = 1, seed: int = 0) -> None:
     """Give a model freshly initialised MTP layers, in place. Raises ValueError where it has some."""
     if model.mtp is not None or layers < 1:
         raise ValueError(f"mtp: the model has {model.config.mtp_layers} MTP layers, {layers} more cannot be added")
@@ -77,7 +91,7 @@ def add_mtp(model: K3, layers: int = 1, seed: int = 0) -> None:
 
 
 def mtp_loss(
-    model: K3, hidden: Tensor, tokens: Tensor, targets: Tensor, packing: Packing, counts: Counts | None = None
+    model: Trunk, hidden: Tensor, tokens: Tensor, targets: Tensor, packing: Packing, counts: Counts | None = None
 ) -> list[CrossEntropy]:
     """The loss of each MTP layer, -log p(t_{i+k+1}) in nats, never across sequences.
 
@@ -110,7 +124,7 @@ def _without_last(lengths_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.delete(np.arange(lengths_S.sum()), last), np.maximum(lengths_S - 1, 0)
 
 
-def new_draft_memory(model: K3, num_sequences: int = 1) -> Memory:
+def new_draft_memory(model: Trunk, num_sequences: int = 1) -> Memory:
     """The memory of the drafter: the latents of the MTP layer. The trunk's memory is another one."""
     mtp_layers(model)
     c = model.config
@@ -123,7 +137,7 @@ def drafting_layers(c: K3Config) -> range:
 
 @torch.no_grad()
 def draft(
-    model: K3,
+    model: Trunk,
     hidden: Tensor,
     tokens: Tensor,
     memory: Memory | None = None,
@@ -183,14 +197,16 @@ def draft(
     return torch.stack(guesses, dim=1), torch.stack(distributions, dim=1)
 
 
-def _step(model: K3, layer: MTPLayer, state_ND: Tensor, tokens_N: Tensor, packing: Packing, memory: Memory) -> Tensor:
+def _step(
+    model: Trunk, layer: MTPLayer, state_ND: Tensor, tokens_N: Tensor, packing: Packing, memory: Memory
+) -> Tensor:
     memory.reserve(packing)
     state_ND = layer(embed(tokens_N.to(model.device), model.embed), state_ND, Context(packing, memory))
     memory.advance(packing)
     return state_ND
 
 
-def _check_draft(model: K3, layers: list[MTPLayer], hidden: Tensor, tokens: Tensor, packing: Packing) -> None:
+def _check_draft(model: Trunk, layers: list[MTPLayer], hidden: Tensor, tokens: Tensor, packing: Packing) -> None:
     if len(layers) != 1:
         raise ValueError(f"draft: made for one MTP layer, the model has {len(layers)}")
     shape = (len(tokens), model.config.hidden_size)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from rille.model.config import K3Config
+from rille.model.experts import ExpertWeights, activation
 from rille.model.model import K3
-from rille.model.moe import ExpertWeights, LatentMoE, activation
+from rille.model.moe import LatentMoE
 from rille.model.shards import Pending
 from rille.ops.mx import dequantise_mxfp4
 from rille.ops.mx.experts import HIGHEST_SCALE, PackedExperts, packed_expert_glu

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
+from rille.model.block import Block
 from rille.model.kda import KDA
 from rille.model.memory import Memory
 from rille.ops.kda import Gate
 from rille.ops.kda.reference import log_decay
-
-if TYPE_CHECKING:
-    from rille.model.model import K3
 
 
 class Trace:
@@ -26,9 +24,9 @@ class Trace:
         self.tensors[name] = tensor.detach().clone()
         return tensor
 
-    def finish(self, model: K3, memory: Memory) -> None:
+    def finish(self, blocks: Iterable[Block], memory: Memory) -> None:
         """Add the activated gates of the KDA layers and the caches after the batch; list choices by weight."""
-        for block in model.blocks():
+        for block in blocks:
             self._by_weight(f"layers.{block.layer}.router_topk_")
             if isinstance(block.attn, KDA):
                 self._gates(block.attn)
