@@ -104,7 +104,7 @@ def operator(name: str) -> Any:
     return apply
 
 
-for _name in "add radd sub rsub mul rmul truediv rtruediv mod lt le gt ge and rand floordiv".split():
+for _name in "add radd sub rsub mul rmul truediv rtruediv mod rmod lt le gt ge and rand floordiv rfloordiv".split():
     setattr(Tile, f"__{_name}__", operator(f"__{_name}__"))
 Tile.__ne__ = operator("__ne__")  # type: ignore[assignment]
 Tile.__eq__ = operator("__eq__")  # type: ignore[assignment]
@@ -288,8 +288,12 @@ def unary(function: Any) -> Any:
 
 
 def asm(text: str, constraints: str, inputs: list[Tile], *_: Any) -> Tile:
-    known = {"ex2": torch.exp2, "rcp": torch.reciprocal}
-    return Tile(known[text[:3]](inputs[0].value))
+    known = {
+        "ex2": torch.exp2, "rcp": torch.reciprocal, "cvt.rn.bf16x2": lambda x: x.bfloat16().float(),
+        "%laneid": lambda x: x & 31,
+    }  # fmt: skip
+    [function] = [known[name] for name in known if name in text]
+    return Tile(function(inputs[0].value))
 
 
 def where(condition: Any, x: Any, y: Any) -> Any:
@@ -313,7 +317,8 @@ def fma(x: Any, y: Any, z: Any) -> Tile:
 
 def language() -> types.SimpleNamespace:
     gl = types.SimpleNamespace(
-        constexpr=lambda x: x, float32=KINDS[torch.float32], int32=KINDS[torch.int32], int64=KINDS[torch.int64],
+        constexpr=lambda x: x, float32=KINDS[torch.float32], bfloat16=KINDS[torch.bfloat16],
+        int32=KINDS[torch.int32], int64=KINDS[torch.int64],
         program_id=lambda axis: Tile(torch.tensor(MACHINE.program[axis], dtype=torch.int32)),
         num_programs=lambda axis: Tile(torch.tensor(MACHINE.grid[axis], dtype=torch.int32)),
         num_warps=lambda: MACHINE.num_warps, thread_barrier=lambda: None, static_range=range,

@@ -18,11 +18,13 @@ from tests.ops.test_kda_decode import CASES, assert_pools_close, at, make_inputs
 PROGRAMS = 3  # that share the heads of all rows: each has several, and not always the same head
 
 
-@pytest.fixture(params=["late", "early"])
+@pytest.fixture(params=[(when, form) for form in decode_launch.FORMS for when in ("late", "early")], ids=str)
 def kernels(request, monkeypatch):
     """decode and verify launch the Gluon kernels on CPU tensors; copies of verify arrive late or early."""
+    when, form = request.param
+    monkeypatch.setattr(decode_launch, "FORM", form)
     decode, verify = gluon_on_cpu.kernels_of(decode_gluon, verify_gluon)
-    staying = Kernel(verify.verify, request.param == "early", PROGRAMS)
+    staying = Kernel(verify.verify, when == "early", PROGRAMS)
     monkeypatch.setattr(decode_launch, "decode_gluon", SimpleNamespace(decode=Kernel(decode.decode)))
     monkeypatch.setattr(decode_launch, "verify_gluon", SimpleNamespace(verify=staying))
     monkeypatch.setattr(interface, "obstacle", lambda *_: None)

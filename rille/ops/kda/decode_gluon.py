@@ -82,7 +82,22 @@ def load_taps(weight_N, W: gl.constexpr):
 
 
 @gluon.jit
-def short_conv(rows, x1_N, x2_N, x3_N, taps, W: gl.constexpr, T: gl.constexpr, LOG_T: gl.constexpr):
+def rounded(x, kind: gl.constexpr, PAIRS: gl.constexpr):
+    """x in fp32, rounded to `kind`. bf16 in PAIRS: one number by itself goes through the unit for exponentials."""
+    if PAIRS and kind == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "{ .reg .b32 pair, low, high; cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 low, pair, 16;"
+            " and.b32 high, pair, 0xffff0000; mov.b32 $0, low; mov.b32 $1, high; }",
+            "=f,=f,f,f", [x], gl.float32, True, 2,
+        )  # fmt: skip
+    else:
+        return x.to(kind).to(gl.float32)
+
+
+@gluon.jit
+def short_conv(
+    rows, x1_N, x2_N, x3_N, taps, W: gl.constexpr, T: gl.constexpr, LOG_T: gl.constexpr, PAIRS: gl.constexpr = False
+):
     """silu(conv) [T, N] of a tuple of rows whose last inputs before them are x1, x2, x3 (oldest tap first); in fp32,
     rounded to the rows' dtype."""
     w0_N, w1_N, w2_N, w3_N = taps
@@ -97,9 +112,9 @@ def short_conv(rows, x1_N, x2_N, x3_N, taps, W: gl.constexpr, T: gl.constexpr, L
             total_N = gl.fma(x0_N, w0_N, gl.fma(x1_N, w1_N, x2_N * w2_N))
         if W == 4:
             total_N = gl.fma(x0_N, w0_N, gl.fma(x1_N, w1_N, gl.fma(x2_N, w2_N, x3_N * w3_N)))
-        convolved = convolved + ((total_N * sigmoid(total_N)).to(rows[0].dtype).to(gl.float32),)
+        convolved = convolved + (total_N * sigmoid(total_N),)
         x1_N, x2_N, x3_N = x0_N, x1_N, x2_N
-    return stack(convolved, T, LOG_T)
+    return rounded(stack(convolved, T, LOG_T), rows[0].dtype, PAIRS)
 
 
 @gluon.jit
@@ -130,7 +145,6 @@ def store_scales(k_smem, q_smem, scales, T: gl.constexpr, K: gl.constexpr):
     scales[0].store(per_k_T[:, None])
     scales[1].store(per_q_T[:, None])
     scales[2].store(kq_T[:, None])
-    barrier()  # here, or the compiler puts it into the loop over tokens
 
 
 @gluon.jit
@@ -325,6 +339,7 @@ def decode(
     store_tail(tail, v_V, xv[0], v1, v2, W, C)
     scales = new_scales(1)
     store_scales(k_smem, q_smem, scales, 1, K)
+    barrier()
 
     S_VK, _, o_V = advance(
         S_VK, row_of(alpha_smem, 0, over_K), row_of(k_smem, 0, over_K), row_of(q_smem, 0, over_K),

@@ -32,6 +32,9 @@ SHARED_LIMIT = 227 * 1024
 # For benchmarks: int32 [items, verify_gluon.SECTIONS], where the programs of verify note their clocks.
 CLOCKS: Tensor | None = None
 
+# Form of the verify kernel (`verify_gluon.verify`), and those that benchmarks time beside one another.
+FORM, FORMS = 0, (0, 1, 2)
+
 # Below this batch the card is not full and a step is bound by its longest chain: a shuffle less in each sum.
 FULL_BATCH = 8
 
@@ -45,9 +48,9 @@ def decode_spread(K: int, V: int, B: int) -> Spread:
 
 def verify_spread(K: int, V: int) -> Spread:
     """128 elements in a thread: work on vectors is repeated by every warp, so fewer warps issue less. As many programs
-    on an SM as its registers hold: two for K = V = 128."""
-    programs = min(4, max(1, 2 * 128 * 128 // (K * V)))
-    return Spread(max(4, K * V // (32 * 128)), min(8, K // 4), programs=programs)
+    on an SM as its registers hold: two for K = V = 128; four of a smaller state, if each keeps to its share."""
+    programs, num_warps = min(4, max(1, 2 * 128 * 128 // (K * V))), max(4, K * V // (32 * 128))
+    return Spread(num_warps, min(8, K // 4), 128 if programs * num_warps > 8 else None, programs)
 
 
 def fits_ahead(K: int, V: int, tokens: int, past_tokens: int, size: int) -> bool:
@@ -182,7 +185,7 @@ def launch_verify(
         tails, states, table_of(states), slots, CLOCKS, lower_bound or 0.0, eps, T, P,
         qkv.stride(0), z.stride(0), b.stride(0), gate.stride(0), tails.stride(0), states.stride(0), B * H,
         H=H, K=K, V=V, W=W, BOUNDED=lower_bound is not None, AHEAD=fits_ahead(K, V, T, P, qkv.element_size()),
-        **gluon_options(spread), **tiles(T, P),
+        FORM=FORM, **gluon_options(spread), **tiles(T, P),
     )  # fmt: skip
 
 

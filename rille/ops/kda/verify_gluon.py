@@ -65,13 +65,13 @@ def fetch_rows(smem, pointer, step: gl.constexpr, count):
 
 
 @gluon.jit
-def fetch_before(smem, past, tail, count, W: gl.constexpr, C: gl.constexpr):
-    """The W - 1 inputs before the token after `count` remembered ones, the last one first."""
+def fetch_before(smem, past, tail, count, wanted, W: gl.constexpr, C: gl.constexpr):
+    """The W - 1 inputs before the token after `count` remembered ones, the last one first; `wanted` of them."""
     if W > 1:
         _, j_41, n_1N = places(smem, 0)
         index_41 = count - 1 - j_41
         row_41 = gl.where(index_41 >= 0, past + index_41 * C, tail + (index_41 + (W - 1)) * C)
-        async_copy.async_copy_global_to_shared(smem, row_41 + n_1N, (j_41 < W - 1) & (n_1N >= 0))
+        async_copy.async_copy_global_to_shared(smem, row_41 + n_1N, (j_41 < wanted) & (n_1N >= 0))
 
 
 @gluon.jit
@@ -99,12 +99,19 @@ def rows_of(smem, layout: gl.constexpr):
 
 
 @gluon.jit
+def with_before(smem, before, W: gl.constexpr, layout: gl.constexpr):
+    """The rows in shared memory, and the three inputs before them, the last one first; absent ones are never used."""
+    rows = rows_of(smem, layout)
+    if W == 1:
+        return rows, rows[0], rows[0], rows[0]
+    else:
+        return rows, row_of(before, 0, layout), row_of(before, 1, layout), row_of(before, 2, layout)
+
+
+@gluon.jit
 def convolved(smem, before, taps, W: gl.constexpr, LOG_T: gl.constexpr, layout: gl.constexpr):
     """silu(conv) [T, N] of the rows in shared memory and what came before them."""
-    rows = rows_of(smem, layout)
-    x1_N, x2_N, x3_N = rows[0], rows[0], rows[0]
-    if W > 1:
-        x1_N, x2_N, x3_N = row_of(before, 0, layout), row_of(before, 1, layout), row_of(before, 2, layout)
+    rows, x1_N, x2_N, x3_N = with_before(smem, before, W, layout)
     return short_conv(rows, x1_N, x2_N, x3_N, taps, W, 1 << LOG_T, LOG_T)
 
 
@@ -125,14 +132,62 @@ def draft(S_VK, t, tiles, past_u, o_smem, HV: gl.constexpr, V: gl.constexpr, K: 
 
 
 @gluon.jit
-def item_of(item, items, slots, accepted, past_tokens: gl.constexpr, H: gl.constexpr):
+def first_place(items, H: gl.constexpr, FORM: gl.constexpr):
+    """Head and row of a program's first item. Programs take turns; or (2) each has a run of rows of one head, then of
+    the next, so that a head's weights are read again soon."""
+    program = gl.program_id(0)
+    if FORM == 2:
+        programs, rows = gl.num_programs(0), items // H
+        place = program * (items // programs) + gl.minimum(program, items % programs)
+        return place // rows, place % rows
+    else:
+        return program % H, program // H
+
+
+@gluon.jit
+def place_after(head, row, item, items, H: gl.constexpr, FORM: gl.constexpr):
+    """Head and row of `item`, which comes after that of a head and row; where there is no such item, of any."""
+    if FORM == 2:
+        ends = row + 1 == items // H
+        return gl.where(ends, (head + 1) % H, head), gl.where(ends, 0, row + 1)
+    else:
+        return item % H, item // H
+
+
+@gluon.jit
+def zero_of_lane(items):
+    """0 [1], of which the compiler does not know that it is 0 in every lane. A number loaded from there stays in each
+    lane's register until it is used; one known to be the same in all goes where it must be waited for at once."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    never_1 = gl.full([1], items >> 31, gl.int32, layout)
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 lane; mov.u32 lane, %laneid; and.b32 $0, lane, $1; }", "=r,r", [never_1], gl.int32, True, 1
+    )
+
+
+@gluon.jit
+def ask_for(head, row, item, items, slots, accepted, FORM: gl.constexpr):
+    """An item's head and row, and slot and count as they lie in memory, [1]; -1 and 0 past the end."""
+    if FORM == 0:
+        here = item < items
+        return head, row, gl.load(slots + row, mask=here, other=-1), gl.load(accepted + row, mask=here, other=0)
+    else:
+        zero_1 = zero_of_lane(items)
+        here_1 = zero_1 + item < items
+        slot_1 = gl.load(slots + row + zero_1, mask=here_1, other=-1)
+        return head, row, slot_1, gl.load(accepted + row + zero_1, mask=here_1, other=0)
+
+
+@gluon.jit
+def item_of(found, past_tokens: gl.constexpr, FORM: gl.constexpr):
     """Head and row of an item, its slot (-1 past the end) and how many remembered tokens it commits."""
-    head, row = item % H, (item // H).to(gl.int64)
-    here = item < items
-    slot = gl.load(slots + row, mask=here, other=-1).to(gl.int64)
-    count = gl.load(accepted + row, mask=here, other=0).to(gl.int32)
+    head, row, slot_1, count_1 = found
+    if FORM == 0:
+        slot, count = slot_1.to(gl.int64), count_1.to(gl.int32)
+    else:
+        slot, count = gl.sum(slot_1, 0).to(gl.int64), gl.sum(count_1, 0).to(gl.int32)
     count = gl.minimum(gl.maximum(count, 0), past_tokens)
-    return head, row, slot, gl.where(slot >= 0, count, 0)
+    return head, row.to(gl.int64), slot, gl.where(slot >= 0, count, 0)
 
 
 @gluon.jit
@@ -173,10 +228,10 @@ def mark(clocks, item, section: gl.constexpr):
 @gluon.jit
 def fetch_tokens(
     small, qkv, z, past_qkv, past_z, tails, head, row, slot, count, qkv_row, z_row, tail_slot,
-    tokens: gl.constexpr, past_tokens: gl.constexpr,
+    tokens, before, past_tokens: gl.constexpr,
     H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """Ask for an item's inputs, the remembered ones and what came before either."""
+    """Ask for an item's inputs, the remembered ones and what came `before` either."""
     HK: gl.constexpr = H * K
     C: gl.constexpr = 2 * HK + H * V
     q, v = head * K, 2 * HK + head * V
@@ -184,35 +239,45 @@ def fetch_tokens(
     qkv += row * qkv_row
     fetch_rows(small[0], past + HK + q, C, count)
     fetch_rows(small[1], past_z + slot * (past_tokens * HK) + q, HK, count)
-    fetch_before(small[2], past + HK + q, tail + HK + q, 0, W, C)
+    fetch_before(small[2], past + HK + q, tail + HK + q, 0, before, W, C)
     fetch_rows(small[3], qkv + HK + q, C, tokens)
     fetch_rows(small[4], qkv + v, C, tokens)
     fetch_rows(small[5], qkv + q, C, tokens)
     fetch_rows(small[6], z + row * z_row + q, HK, tokens)
-    fetch_before(small[7], past + HK + q, tail + HK + q, count, W, C)
-    fetch_before(small[8], past + v, tail + v, count, W, C)
-    fetch_before(small[9], past + q, tail + q, count, W, C)
+    fetch_before(small[7], past + HK + q, tail + HK + q, count, before, W, C)
+    fetch_before(small[8], past + v, tail + v, count, before, W, C)
+    fetch_before(small[9], past + q, tail + q, count, before, W, C)
 
 
 @gluon.jit
 def keep_tokens(
-    small, past_qkv, past_z, tails, head, slot, count, tail_slot, tokens: gl.constexpr, past_tokens: gl.constexpr,
-    H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, W: gl.constexpr,
+    small, past_qkv, past_z, head, slot, tokens: gl.constexpr, past_tokens: gl.constexpr,
+    H: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
 ):  # fmt: skip
-    """Remember the new inputs, and move the tail on by `count` tokens."""
+    """Remember the new inputs."""
     HK: gl.constexpr = H * K
     C: gl.constexpr = 2 * HK + H * V
     q, v = head * K, 2 * HK + head * V
-    tail, past = tails + slot * tail_slot, past_qkv + slot * (past_tokens * C)
+    past = past_qkv + slot * (past_tokens * C)
     if tokens > 0:
         copy_out(past + HK + q, small[3], C, tokens)
         copy_out(past + v, small[4], C, tokens)
         copy_out(past + q, small[5], C, tokens)
         copy_out(past_z + slot * (past_tokens * HK) + q, small[6], HK, tokens)
-    if count > 0:
-        copy_tail(tail + HK + q, small[7], W, C)
-        copy_tail(tail + v, small[8], W, C)
-        copy_tail(tail + q, small[9], W, C)
+
+
+@gluon.jit
+def move_tail(
+    small, tails, head, slot, tail_slot, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, W: gl.constexpr
+):  # fmt: skip
+    """The tail, past what is committed."""
+    HK: gl.constexpr = H * K
+    C: gl.constexpr = 2 * HK + H * V
+    q, v = head * K, 2 * HK + head * V
+    tail = tails + slot * tail_slot
+    copy_tail(tail + HK + q, small[7], W, C)
+    copy_tail(tail + v, small[8], W, C)
+    copy_tail(tail + q, small[9], W, C)
 
 
 @gluon.jit
@@ -265,6 +330,49 @@ def betas(b, tokens: gl.constexpr, T: gl.constexpr, H: gl.constexpr):
 
 
 @gluon.jit
+def new_inputs(
+    small, tiles, weights, rate, b_T1, past_qkv, past_z, head, slot, lower_bound,
+    tokens: gl.constexpr, past_tokens: gl.constexpr, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+    W: gl.constexpr, BOUNDED: gl.constexpr, LOG_T: gl.constexpr, line: gl.constexpr,
+):  # fmt: skip
+    """The tiles of the new tokens; and they are remembered. Everything is read before anything is written, so that the
+    chains of the four tiles run beside one another: one alone waits at each step for exponentials and reciprocals."""
+    T: gl.constexpr = 1 << LOG_T
+    q_taps, k_taps, v_taps, _, dt_bias_K = weights
+    k, k1_N, k2_N, k3_N = with_before(small[3], small[7], W, line)
+    v, v1_N, v2_N, v3_N = with_before(small[4], small[8], W, line)
+    q, q1_N, q2_N, q3_N = with_before(small[5], small[9], W, line)
+    z = rows_of(small[6], line)
+    keep_tokens(small, past_qkv, past_z, head, slot, tokens, past_tokens, H, K, V)
+    k_TN = short_conv(k, k1_N, k2_N, k3_N, k_taps, W, T, LOG_T, T > 1)
+    v_TN = short_conv(v, v1_N, v2_N, v3_N, v_taps, W, T, LOG_T, T > 1)
+    q_TN = short_conv(q, q1_N, q2_N, q3_N, q_taps, W, T, LOG_T, T > 1)
+    alpha_TN = decays(z, dt_bias_K, rate, lower_bound, BOUNDED, T, LOG_T)
+    beta_T1 = sigmoid(b_T1.to(gl.float32))
+    tiles[1].store(k_TN)
+    tiles[3].store(v_TN)
+    tiles[2].store(q_TN)
+    tiles[0].store(alpha_TN)
+    tiles[4].store(beta_T1)
+
+
+@gluon.jit
+def past_inputs(
+    small, k_past, alpha_past, weights, rate, lower_bound,
+    W: gl.constexpr, BOUNDED: gl.constexpr, LOG_P: gl.constexpr, line: gl.constexpr,
+):  # fmt: skip
+    """k and alpha of the remembered tokens, in the same way."""
+    P: gl.constexpr = 1 << LOG_P
+    _, k_taps, _, _, dt_bias_K = weights
+    k, k1_N, k2_N, k3_N = with_before(small[0], small[2], W, line)
+    z = rows_of(small[1], line)
+    k_PN = short_conv(k, k1_N, k2_N, k3_N, k_taps, W, P, LOG_P, P > 1)
+    alpha_PN = decays(z, dt_bias_K, rate, lower_bound, BOUNDED, P, LOG_P)
+    k_past.store(k_PN)
+    alpha_past.store(alpha_PN)
+
+
+@gluon.jit
 def store_outputs(y, o_smem, gate_smem, norm_smem, eps, tokens: gl.constexpr, HV: gl.constexpr, V: gl.constexpr):
     """The output's norm and gate; a warp has a token."""
     T: gl.constexpr = o_smem.shape[0]
@@ -284,10 +392,11 @@ def verify(
     tails, states, states_desc, slots, clocks, lower_bound, eps,
     tokens: gl.constexpr, past_tokens: gl.constexpr, qkv_row, z_row, b_row, gate_row, tail_slot, state_slot, items,
     H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, W: gl.constexpr, BOUNDED: gl.constexpr, LANES: gl.constexpr,
-    LOG_T: gl.constexpr, LOG_P: gl.constexpr, AHEAD: gl.constexpr,
+    LOG_T: gl.constexpr, LOG_P: gl.constexpr, AHEAD: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
-    """Commit, then try, as in the twin, for every item = row * H + head. Tiles have T = 2^LOG_T and P = 2^LOG_P rows.
-    AHEAD: shared memory has room for a state, else it comes when it is needed."""
+    """Commit, then try, as in the twin, for every head of every row. Tiles have T = 2^LOG_T and P = 2^LOG_P rows.
+    AHEAD: shared memory has room for a state, else it comes when it is needed. FORM: 0, or what waits less: 1 asks for
+    slots and weights sooner and convolves all at once; 2 is 1 with other items for each program (`first_place`)."""
     T: gl.constexpr = 1 << LOG_T
     P: gl.constexpr = 1 << LOG_P
     HV: gl.constexpr = H * V
@@ -308,14 +417,20 @@ def verify(
     u_smem = gl.allocate_shared_memory(gl.float32, [P, V], TILE)
     gate_smem = gl.allocate_shared_memory(gate.dtype.element_ty, [T, V], TILE)
 
-    head, row, slot, count = item_of(gl.program_id(0), items, slots, accepted, past_tokens, H)
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    place = first_place(items, H, FORM)
+    found = ask_for(place[0], place[1], program, items, slots, accepted, FORM)
+    head, row, slot, count = item_of(found, past_tokens, FORM)
+    if FORM > 0:
+        place = place_after(place[0], place[1], program + programs, items, H, FORM)
+        found = ask_for(place[0], place[1], program + programs, items, slots, accepted, FORM)
     b_T1 = betas(b, 0, T, H)
     if AHEAD:
         fetch_state(stage, arrived, states_desc, slot, head, state_slot, V, K)
     if slot >= 0:
         fetch_tokens(
             small, qkv, z, past_qkv, past_z, tails, head, row, slot, count, qkv_row, z_row, tail_slot,
-            tokens, past_tokens, H, K, V, W,
+            tokens, W - 1, past_tokens, H, K, V, W,
         )  # fmt: skip
         b_T1 = betas(b + row * b_row + head, tokens, T, H)
     async_copy.commit_group()
@@ -325,38 +440,58 @@ def verify(
     async_copy.commit_group()
 
     weights, phase = weights_of(head, conv_weight, A_log, dt_bias, H, K, V, W, line), 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        head1, row1, slot1, count1 = item_of(item + gl.num_programs(0), items, slots, accepted, past_tokens, H)
+    for item in range(program, items, programs):
+        if FORM == 0:
+            place = place_after(place[0], place[1], item + programs, items, H, FORM)
+            found = ask_for(place[0], place[1], item + programs, items, slots, accepted, FORM)
+        head1, row1, slot1, count1 = item_of(found, past_tokens, FORM)
         k_past = gl.allocate_shared_memory(gl.float32, [P, K], TILE)
         alpha_past = gl.allocate_shared_memory(gl.float32, [P, K], TILE)
         tiles = new_tiles(T, K, V)
         mark(clocks, item, 0)
         async_copy.wait_group(1)  # not for what is late
         mark(clocks, item, 1)
-        if slot >= 0:
-            q_taps, k_taps, v_taps, rate, dt_bias_K = weights
-            rate = gl.exp(rate)
-            if count > 0:
-                k_past.store(convolved(small[0], small[2], k_taps, W, LOG_P, line))
-                alpha_past.store(decays(rows_of(small[1], line), dt_bias_K, rate, lower_bound, BOUNDED, P, LOG_P))
-            tiles[1].store(convolved(small[3], small[7], k_taps, W, LOG_T, line))
-            tiles[3].store(convolved(small[4], small[8], v_taps, W, LOG_T, line))
-            tiles[2].store(convolved(small[5], small[9], q_taps, W, LOG_T, line))
-            tiles[0].store(decays(rows_of(small[6], line), dt_bias_K, rate, lower_bound, BOUNDED, T, LOG_T))
-            tiles[4].store(sigmoid(b_T1.to(gl.float32)))
-            keep_tokens(
-                small, past_qkv, past_z, tails, head, slot, count, tail_slot, tokens, past_tokens, H, K, V, W
-            )  # fmt: skip
-            store_scales(tiles[1], tiles[2], (tiles[5], tiles[6], tiles[7]), T, K)
-        if slot1 >= 0:
-            fetch_tokens(
-                small, qkv, z, past_qkv, past_z, tails, head1, row1, slot1, count1, qkv_row, z_row, tail_slot,
-                tokens, past_tokens, H, K, V, W,
-            )  # fmt: skip
-            b_T1 = betas(b + row1 * b_row + head1, tokens, T, H)
-        async_copy.commit_group()
-
-        async_copy.wait_group(1)  # for all but those
+        if FORM == 0:
+            if slot >= 0:
+                q_taps, k_taps, v_taps, rate, dt_bias_K = weights
+                rate = gl.exp(rate)
+                if count > 0:
+                    k_past.store(convolved(small[0], small[2], k_taps, W, LOG_P, line))
+                    alpha_past.store(decays(rows_of(small[1], line), dt_bias_K, rate, lower_bound, BOUNDED, P, LOG_P))
+                tiles[1].store(convolved(small[3], small[7], k_taps, W, LOG_T, line))
+                tiles[3].store(convolved(small[4], small[8], v_taps, W, LOG_T, line))
+                tiles[2].store(convolved(small[5], small[9], q_taps, W, LOG_T, line))
+                tiles[0].store(decays(rows_of(small[6], line), dt_bias_K, rate, lower_bound, BOUNDED, T, LOG_T))
+                tiles[4].store(sigmoid(b_T1.to(gl.float32)))
+                keep_tokens(small, past_qkv, past_z, head, slot, tokens, past_tokens, H, K, V)
+                if count > 0:
+                    move_tail(small, tails, head, slot, tail_slot, H, K, V, W)
+                store_scales(tiles[1], tiles[2], (tiles[5], tiles[6], tiles[7]), T, K)
+                barrier()  # here, or the compiler puts it into the loop over tokens
+            if slot1 >= 0:
+                fetch_tokens(
+                    small, qkv, z, past_qkv, past_z, tails, head1, row1, slot1, count1, qkv_row, z_row, tail_slot,
+                    tokens, W - 1, past_tokens, H, K, V, W,
+                )  # fmt: skip
+                b_T1 = betas(b + row1 * b_row + head1, tokens, T, H)
+        else:
+            if slot >= 0:
+                rate = gl.exp(weights[3])
+                if count > 0:
+                    past_inputs(small, k_past, alpha_past, weights, rate, lower_bound, W, BOUNDED, LOG_P, line)
+                    move_tail(small, tails, head, slot, tail_slot, H, K, V, W)
+                new_inputs(
+                    small, tiles, weights, rate, b_T1, past_qkv, past_z, head, slot, lower_bound,
+                    tokens, past_tokens, H, K, V, W, BOUNDED, LOG_T, line,
+                )  # fmt: skip
+            barrier()  # the raw inputs have been read
+            store_scales(tiles[1], tiles[2], (tiles[5], tiles[6], tiles[7]), T, K)  # of an idle row, of nothing
+        if FORM == 0:
+            async_copy.commit_group()
+            async_copy.wait_group(1)  # for all but those
+        else:
+            async_copy.wait_group(0)
+            barrier()
         mark(clocks, item, 2)
         state_VK = state_of(states, gl.maximum(slot, 0), head, state_slot, V, K, S_layout)
         if AHEAD:
@@ -365,6 +500,17 @@ def verify(
             S_VK = stage.load(S_layout)
         else:
             S_VK = gl.load(state_VK)
+        if FORM > 0:
+            there = slot1 >= 0  # no branch: addresses are found while the state comes
+            fetch_tokens(
+                small, qkv, z, past_qkv, past_z, tails, head1, row1, gl.maximum(slot1, 0), count1,
+                qkv_row, z_row, tail_slot, gl.where(there, tokens, 0), gl.where(there, W - 1, 0),
+                past_tokens, H, K, V, W,
+            )  # fmt: skip
+            b_T1 = betas(b + row1 * b_row + head1, gl.where(there, tokens, 0), T, H)
+            place = place_after(found[0], found[1], item + 2 * programs, items, H, FORM)
+            found = ask_for(place[0], place[1], item + 2 * programs, items, slots, accepted, FORM)
+            async_copy.commit_group()
         mark(clocks, item, 3)
 
         for t in range(count):
@@ -384,14 +530,19 @@ def verify(
                 S_VK = draft(S_VK, t, tiles, u_row, o_smem, HV, V, K)
         if AHEAD and (slot < 0 or tokens - 1 <= FETCH_AT):
             fetch_state(stage, arrived, states_desc, slot1, head1, state_slot, V, K)
+        if FORM > 0:
+            weights = weights_of(head1, conv_weight, A_log, dt_bias, H, K, V, W, line)
         if slot >= 0 and tokens > 0:
             draft(S_VK, tokens - 1, tiles, u_row, o_smem, HV, V, K)  # nobody needs the state after it
         mark(clocks, item, 5)
-        weights = weights_of(head1, conv_weight, A_log, dt_bias, H, K, V, W, line)  # registers are free from here on
+        if FORM == 0:  # registers are free from here on
+            weights = weights_of(head1, conv_weight, A_log, dt_bias, H, K, V, W, line)
         if slot >= 0:
             store_outputs(y_row, o_smem, gate_smem, norm_smem, eps, tokens, HV, V)
         else:
             clear(y_row, tokens, T, V, HV)
+        if FORM > 0:
+            barrier()  # gates and writes have been read
         if slot1 >= 0:
             fetch_rows(u_smem, past_u + slot1 * (past_tokens * HV) + head1 * V, HV, count1)
             fetch_rows(gate_smem, gate + row1 * gate_row + head1 * V, HV, tokens)
