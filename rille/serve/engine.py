@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -172,16 +173,24 @@ class Engine:
         every = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(every) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(every)} sampling parameters; give one, or one for each")
-        requests = [Request(prompt=tuple(prompt), params=p) for prompt, p in zip(prompts, every, strict=True)]
+        requests = [Request(prompt=_ids(prompt), params=p) for prompt, p in zip(prompts, every, strict=True)]
         for request in requests:
             check_request(request, self.model.config, self.tokenizer)
         results: list[list[Completion]] = []
-        open_handles: list[tuple[RequestHandle, Request]] = []
-        for request in requests:
-            while len(open_handles) >= max(1, self.config.max_queued // max(request.params.n, 1)):
-                results.append(collect(*open_handles.pop(0)))
-            open_handles.append((self.submit(request), request))
-        return results + [collect(*pair) for pair in open_handles]
+        open_handles: deque[tuple[RequestHandle, Request]] = deque()
+        try:
+            for request in requests:
+                while len(open_handles) >= max(1, self.config.max_queued // max(request.params.n, 1)):
+                    results.append(collect(*open_handles[0]))
+                    open_handles.popleft()
+                open_handles.append((self.submit(request), request))
+            while open_handles:
+                results.append(collect(*open_handles[0]))
+                open_handles.popleft()
+        finally:
+            for handle, _ in open_handles:  # of prompts that nobody will read, since another was refused
+                self.abort(handle.id)
+        return results
 
     def update_weights(self, named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace weights in place, between two steps; what is cached from before is not found any more.
@@ -311,3 +320,9 @@ class Engine:
         """One step; False where there was nothing to run."""
         self._drain()
         return self._stepper.step()
+
+
+def _ids(prompt: Sequence[int]) -> tuple[int, ...]:
+    if isinstance(prompt, str) or not isinstance(prompt, Iterable):
+        raise ValueError(f"a prompt is {prompt!r:.80}; give a list of token ids for each")
+    return tuple(prompt)

@@ -10,10 +10,12 @@ ends after the last of them. Lengths and positions are tokens, times are seconds
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING, Literal, Protocol
+from numbers import Real
+from operator import index
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from rille.text.grammar import Grammar
@@ -60,6 +62,18 @@ class Unavailable(Refused):
     status = 503
 
 
+def _whole(value: Any, name: str) -> int:
+    try:
+        return index(value)
+    except TypeError:
+        raise ValueError(f"{name} is {value!r:.80}; it must be a whole number") from None
+
+
+def _number(value: Any, name: str) -> None:
+    if not isinstance(value, Real):
+        raise ValueError(f"{name} is {value!r:.80}; it must be a number")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How tokens are chosen. Every field is honoured or refused; the checks run where the object is made.
@@ -93,6 +107,7 @@ class SamplingParams:
     """Text of the reply that the prompt holds already (a partial message), fed to the grammar first."""
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         ranges: dict[str, tuple[float, float, float]] = {
             "max_tokens": (self.max_tokens, 1, inf),
             "temperature": (self.temperature, 0, 100),
@@ -113,8 +128,6 @@ class SamplingParams:
             raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
         if far := [bias for bias in self.logit_bias.values() if not abs(bias) <= MAX_BIAS]:
             raise ValueError(f"logit_bias has the value {far[0]}; it must be from {-MAX_BIAS:g} to {MAX_BIAS:g}")
-        if isinstance(self.stop, str):
-            raise ValueError(f"stop is the text {self.stop!r:.80}; give a list of texts, for one text is many letters")
         if any(not text for text in self.stop):
             raise ValueError("stop has an empty string; give texts of at least one character")
         if self.min_tokens and self.grammar is not None:
@@ -122,6 +135,26 @@ class SamplingParams:
                 f"min_tokens is {self.min_tokens}, but a grammar (of tools, or of a response format) decides where a "
                 "reply may end; leave one of them out"
             )
+
+    def _check_kinds(self) -> None:
+        """A value of another kind would be a fault of the step in which it is read, and of all that runs in it."""
+        for name in ("max_tokens", "top_k", "n", "min_tokens", "top_logprobs"):
+            _whole(getattr(self, name), name)
+        _whole(self.seed if self.seed is not None else 0, "seed")
+        numbers = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+        for name in numbers:
+            _number(getattr(self, name), name)
+        if isinstance(self.stop, str) or not all(isinstance(text, str) for text in self.stop):
+            raise ValueError(f"stop is {self.stop!r:.80}; give a list of texts, for one text is many letters")
+        if not isinstance(self.stop_ids, Sequence | set | frozenset):
+            raise ValueError(f"stop_ids is {self.stop_ids!r:.80}; give a list of token ids")
+        if not isinstance(self.logit_bias, Mapping):
+            raise ValueError(f"logit_bias is {self.logit_bias!r:.80}; give a number for each of some token ids")
+        for name, ids in (("stop_ids", self.stop_ids), ("logit_bias", self.logit_bias)):
+            for token in ids:
+                _whole(token, f"an id of {name}")
+        for bias in self.logit_bias.values():
+            _number(bias, "a value of logit_bias")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,8 +178,15 @@ class Request:
     kind: str | None = None  # budget class; None: chosen by the prompt's length
 
     def __post_init__(self) -> None:
+        if isinstance(self.prompt, str) or not isinstance(self.prompt, Iterable):
+            raise ValueError(f"the prompt is {self.prompt!r:.80}; give a list of token ids")
         if not len(self.prompt):
             raise ValueError("the prompt has no tokens; give at least one")
+        if not all(isinstance(token, int) for token in self.prompt):  # of a tensor, or no ids at all
+            object.__setattr__(self, "prompt", tuple(_whole(token, "an id of the prompt") for token in self.prompt))
+        _whole(self.priority, "priority")
+        if self.deadline_s is not None:
+            _number(self.deadline_s, "deadline_s")
         if self.deadline_s is not None and not self.deadline_s > 0:
             raise ValueError(f"deadline_s is {self.deadline_s}; it must be above 0")
         if any(not 0 <= mark <= len(self.prompt) for mark in self.marks):

@@ -203,6 +203,44 @@ def test_what_cannot_be_is_refused(model):
         engine(model, drafter="mtp")
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (dict(prompt=[1.5]), "an id of the prompt is 1.5"),
+        (dict(prompt="abc"), "give a list of token ids"),
+        (dict(prompt=5), "give a list of token ids"),
+        (dict(prompt=[1], priority="high"), "priority is 'high'"),
+        (dict(prompt=[1], deadline_s="2"), "deadline_s is '2'"),
+        (dict(prompt=[1], kind="huge"), "kind 'huge' is not one of"),
+    ],
+)
+def test_a_request_of_the_wrong_kind_is_its_own_fault(model, wrong, message):
+    """Refused where it is made or handed in; what runs beside it goes on."""
+    served = engine(model)
+    handle = served.submit(Request(prompt=(1, 2, 3), params=SamplingParams(max_tokens=5)))
+    with pytest.raises(ValueError, match=message):
+        served.submit(Request(**wrong))
+    assert list(handle)[-1].reason == "length"
+
+
+def test_ids_may_come_as_tensors(model):
+    ids, greedy = torch.tensor([5, 6, 7]), SamplingParams(max_tokens=5, temperature=0)
+    served = engine(model)
+    [[one]], [[two]] = served.generate([ids], greedy), served.generate([ids.tolist()], greedy)
+    assert one.tokens == two.tokens == tuple(one.tokens)
+    assert Request(prompt=[*ids]).prompt == (5, 6, 7)
+
+
+def test_prompts_beside_a_refused_one_do_not_run(model):
+    served = engine(model)
+    for wrong, error in (([1] * 7552, TooLarge), ([], ValueError), (7, ValueError)):
+        with pytest.raises(error):
+            served.generate([[1, 2], wrong], SamplingParams(max_tokens=10))
+        served.step()
+        stats = served.stats()
+        assert not (stats.running or stats.waiting or stats.pages_used or served._handles)
+
+
 def test_deterministic_is_the_same_bits(model):
     """Whatever runs beside it, is cached, or is set aside."""
     params = SamplingParams(max_tokens=30, temperature=0.9, seed=2)
