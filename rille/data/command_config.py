@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
+_LONGEST_TIMEOUT = 1e6  # seconds
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainFilterConfig:
@@ -104,10 +106,12 @@ class RephraseConfig:
         for name in ("chunk_bytes", "attempts", "parallel"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.context_bytes < 0 or self.timeout <= 0 or self.temperature < 0:
+        if self.most is not None and self.most < 1:
+            raise ValueError(f"most is {self.most}; it must be at least 1, or none for all documents")
+        if self.context_bytes < 0 or not 0 < self.timeout <= _LONGEST_TIMEOUT or not 0 <= self.temperature <= 100:
             raise ValueError(
                 f"context_bytes {self.context_bytes}, timeout {self.timeout} and temperature {self.temperature} must "
-                "not be negative, and timeout not 0"
+                f"not be negative, timeout above 0 and at most {_LONGEST_TIMEOUT:,.0f} seconds, temperature at most 100"
             )
         if not self.endpoint.startswith(("http://", "https://")):
             raise ValueError(f"endpoint {self.endpoint!r} is no address; write http://HOST:PORT/v1")

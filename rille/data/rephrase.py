@@ -4,15 +4,17 @@
     r_i = model(style, tail of r_1 ... r_{i-1}, p_i)      kept if fidelity(p_i, r_i) and the judging model agree
     rephrased document = r_1 ... r_n
 
-A piece that fails is asked for again with another seed; after `attempts` failures the document is given up and counted
-by the reason. Results go to OUT.partial, a line each, as they come; a run that is given again asks only for what is
-missing, and OUT appears, in the order of the source, when everything was tried.
+A piece that fails is asked for again with another seed; after `attempts` failures, or where the endpoint refuses the
+text, the document is given up and counted by the reason. Results go to OUT.partial, a line each, as they come; a run
+that is given again asks only for what is missing, and OUT appears, in the order of the source, when everything was
+tried.
 Source: Kimi K2's report (chunk-wise autoregressive generation; at most two rephrasings of a corpus were used).
 No torch here.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -20,15 +22,16 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.table import Table
 
 from rille.data.command_config import RephraseConfig
-from rille.data.endpoint import Endpoint
+from rille.data.endpoint import Endpoint, Unfit
 from rille.data.fidelity import measure
 from rille.data.records import Fault, read_records, text_of
 from rille.data.steps import Steps
@@ -82,21 +85,23 @@ def rephrase(config: RephraseConfig, steps: Steps) -> Outcome:
     unknown = [style for style in config.styles if style not in STYLES]
     if unknown or not config.styles:
         raise ValueError(f"unknown styles {', '.join(unknown) or '(none given)'}; there are {', '.join(STYLES)}")
+    if len(set(config.styles)) < len(config.styles):
+        raise ValueError(f"styles {', '.join(config.styles)}: give each once")
     out = Path(config.out)
     if out.exists():
         raise ValueError(f"{out} exists already; name another file")
     journal, outcome = out.with_name(out.name + ".partial"), Outcome()
     settings = {key: value for key, value in asdict(config).items() if key not in FREE}
-    done = _read_journal(journal, settings)
-    outcome.before = sum(entry.failed is None for entry in done.values())
     endpoint = Endpoint(config.endpoint, config.model, os.environ.get(config.key_variable), config.timeout)
-    with steps.step("rephrasing", None) as advance, journal.open("a", encoding="utf-8") as stream:
+    with _alone_with(journal, settings) as stream, steps.step("rephrasing", None) as advance:
+        done = _read_journal(journal, settings)
+        outcome.before = sum(entry.failed is None for entry in done.values())
         todo = (job for job in _jobs(config, outcome) if job.key not in done)
         for job, line in _spread(todo, endpoint, config):
             stream.write(json.dumps({"key": job.key, **line}, ensure_ascii=False) + "\n")
             stream.flush()
             advance(1)
-    _publish(config, journal, out, outcome, settings)
+        _publish(config, journal, out, outcome, settings)
     return outcome
 
 
@@ -134,26 +139,34 @@ def _finished(running: dict[Future, Job]) -> Iterator[tuple[Job, dict[str, Any]]
 def rephrase_one(job: Job, endpoint: Endpoint, config: RephraseConfig) -> dict[str, Any]:
     """The rephrased text with its source, style and fidelity, or the reason why it was given up."""
     pieces, written, measures = cut_pieces(job.text, config.chunk_bytes), "", []
+    facts = {"number": job.number, "source": job.source, "style": job.style}
     for number, piece in enumerate(pieces):
         tail = _tail(written, config.context_bytes)
         request = rewriting(job.style, tail, piece, first=not number, last=number == len(pieces) - 1)
-        limit = 256 + int(2 * len(piece.encode()) * _TOKENS_A_BYTE)
-        fault = None
-        for attempt in range(config.attempts):
-            answer = endpoint.ask(SYSTEM, request, temperature=config.temperature, max_tokens=limit, seed=attempt)
-            found = measure(piece, answer.text)
-            fault = found.fault() if answer.whole else "cut off by the endpoint"
-            if fault is None and config.judge and not _agrees(endpoint, piece, answer.text):
-                fault = "judged different"
-            if fault is None:
-                written = f"{written}\n\n{answer.text.strip()}" if written else answer.text.strip()
-                measures.append(asdict(found))
-                break
+        try:
+            answer, fault = _faithful(endpoint, config, request, piece)
+        except Unfit as unfit:
+            answer, fault = "", str(unfit)
         if fault is not None:
-            return {"number": job.number, "source": job.source, "style": job.style, "failed": fault}
+            return {**facts, "failed": fault}
+        written = f"{written}\n\n{answer}" if written else answer
+        measures.append(asdict(measure(piece, answer)))
     mean = {name: sum(found[name] for found in measures) / len(measures) for name in measures[0]}
-    facts = {"number": job.number, "source": job.source, "style": job.style, "fidelity": mean}
-    return {**facts, "pieces": len(pieces), "text": written}
+    return {**facts, "fidelity": mean, "pieces": len(pieces), "text": written}
+
+
+def _faithful(endpoint: Endpoint, config: RephraseConfig, request: str, piece: str) -> tuple[str, str | None]:
+    """A piece written anew and None, or what was wrong with the last attempt."""
+    limit = 256 + int(2 * len(piece.encode()) * _TOKENS_A_BYTE)
+    fault = None
+    for attempt in range(config.attempts):
+        answer = endpoint.ask(SYSTEM, request, temperature=config.temperature, max_tokens=limit, seed=attempt)
+        fault = answer.fault or measure(piece, answer.text).fault()
+        if fault is None and config.judge and not _agrees(endpoint, piece, answer.text):
+            fault = "judged different"
+        if fault is None:
+            return answer.text.strip(), None
+    return "", fault
 
 
 def _agrees(endpoint: Endpoint, original: str, rewritten: str) -> bool:
@@ -188,19 +201,30 @@ class Entry:
     offset: int
 
 
-def _read_journal(journal: Path, settings: dict[str, Any]) -> dict[str, Entry]:
-    """Lines by key; a last line that a kill cut short is taken away. A new journal begins with the settings."""
-    first = json.dumps(settings)
+@contextmanager
+def _alone_with(journal: Path, settings: dict[str, Any]) -> Iterator[TextIO]:
+    """The journal, open for what comes, held against another run. A new one begins with the settings."""
     if not journal.exists():
         journal.parent.mkdir(parents=True, exist_ok=True)
-        beginning = journal.with_name(journal.name + ".new")
-        beginning.write_text(first + "\n", encoding="utf-8")
-        os.replace(beginning, journal)
-        return {}
+        beginning = journal.with_name(f"{journal.name}.{os.getpid()}")
+        beginning.write_text(json.dumps(settings) + "\n", encoding="utf-8")
+        with suppress(FileExistsError):  # another run was faster
+            os.link(beginning, journal)
+        beginning.unlink()
+    with journal.open("a", encoding="utf-8") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another run writes to {journal}; wait for its end, or name another file") from None
+        yield stream
+
+
+def _read_journal(journal: Path, settings: dict[str, Any]) -> dict[str, Entry]:
+    """Lines by key; a last line that a kill cut short is taken away."""
     entries: dict[str, Entry] = {}
     with journal.open("r+b") as stream:
         begun = stream.readline()
-        if json.loads(begun) != json.loads(first):
+        if json.loads(begun) != json.loads(json.dumps(settings)):
             raise ValueError(f"{journal} is of a run with other settings; delete it, or give the same settings")
         offset = stream.tell()
         while (line := stream.readline()).endswith(b"\n"):

@@ -179,7 +179,7 @@ def synthesise(config: SynthesiseConfig, steps: Steps) -> str:
 
 def _pool(config: SynthesiseConfig) -> tuple[list[str], Counter[str]]:
     """Texts that fit, up to the bound of what is held at once, and what was left out by reason."""
-    texts: list[str] = []
+    texts: dict[str, None] = {}
     left_out: Counter[str] = Counter()
     held = 0
     for record in read_records(config.source, field=config.field, max_bytes=_LONGEST):
@@ -188,12 +188,14 @@ def _pool(config: SynthesiseConfig) -> tuple[list[str], Counter[str]]:
             left_out[text.reason] += 1
         elif len(text.encode()) * 2 > config.document_bytes:
             left_out["longer than half a document"] += 1
+        elif text in texts:
+            left_out["equal to another"] += 1
         elif held + len(text.encode()) > _POOL_BYTES:
             left_out[f"beyond the first {_POOL_BYTES / 1e6:,.0f} MB"] += 1
         else:
-            texts.append(text)
+            texts[text] = None
             held += len(text.encode())
     if len(texts) < config.needs:
         reasons = ", ".join(f"{n:,} {reason}" for reason, n in left_out.items()) or "no more are there"
         raise ValueError(f"{config.source} gives {len(texts)} texts, fewer than the {config.needs} needed ({reasons})")
-    return texts, left_out
+    return list(texts), left_out

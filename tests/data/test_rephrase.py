@@ -2,9 +2,11 @@
 
 import json
 import re
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -25,7 +27,7 @@ PASSAGE = re.compile(r"<passage>\n(.*?)\n</passage>", re.DOTALL)
 WRITTEN = re.compile(r"<written>\n(.*?)\n</written>", re.DOTALL)
 
 
-def said(text: str, reason: str = "stop") -> tuple[int, dict]:
+def said(text: object, reason: str = "stop") -> tuple[int, dict]:
     return 200, {"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": reason}]}
 
 
@@ -196,7 +198,7 @@ def test_servers_that_do_not_help():
         assert len(requests) == 5
     with pytest.raises(NoAnswer, match="gives no answer"):
         ask(address, [])  # nobody listens there any more
-    for answer in (b"<html>", {"choices": []}, [1]):
+    for answer in (b"<html>", {"choices": []}, [1], said(5)[1], said(["x"])[1], b"[" * 100_000):
         with (
             server(lambda request, answer=answer: (200, answer)) as (address, _),
             pytest.raises(Refused, match="no chat"),
@@ -204,9 +206,78 @@ def test_servers_that_do_not_help():
             ask(address, [])
 
 
+def test_a_text_that_the_server_refuses_is_given_up_and_the_others_go_on(tmp_path: Path):
+    def reply(request: dict) -> tuple[int, object]:
+        if "Arlen" not in user_of(request):
+            return said("yes")
+        return (400, {"error": "too long"}) if "Arlen1" in user_of(request) else faithful(request)
+
+    with server(reply) as (address, _):
+        outcome = rephrase(config(tmp_path, address, [document(i, 1) for i in range(3)], styles=("plain",)), NoSteps())
+    assert (outcome.written, outcome.failed) == (2, {"refused by the endpoint (400)": 1})
+    with server(lambda request: (400, {"error": "no such model"})) as (address, _):
+        settings = config(tmp_path, address, [document(0)], styles=("plain",))
+        (tmp_path / "out.jsonl").unlink()
+        with pytest.raises(Refused, match="no such model"):
+            rephrase(settings, NoSteps())
+        assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [("", "an empty answer"), (None, "an empty answer"), ("a \ud800", "an answer that is no text")],
+)
+def test_answers_of_no_use_are_counted(tmp_path: Path, text: str, fault: str):
+    with server(lambda request: said(text)) as (address, _):
+        outcome = rephrase(config(tmp_path, address, [document(0)], styles=("plain",)), NoSteps())
+    assert (outcome.written, outcome.failed) == (0, {fault: 1})
+
+
+def test_a_server_that_gives_a_byte_now_and_then_is_not_waited_for():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def drip():
+            connection, _ = listening.accept()
+            with connection, suppress(OSError):
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+                for _ in range(1000):
+                    connection.sendall(b" ")
+                    time.sleep(0.02)
+
+        threads = [threading.Thread(target=drip) for _ in range(5)]
+        for thread in threads:
+            thread.start()
+        with pytest.raises(NoAnswer, match="the answer is not whole in time"):
+            ask(f"http://127.0.0.1:{listening.getsockname()[1]}/v1", [], timeout=0.2)
+        for thread in threads:
+            thread.join()
+
+
+def test_two_runs_do_not_write_to_one_file(tmp_path: Path):
+    texts = [document(number, 1) for number in range(2)]
+    refused: list[str] = []
+
+    def reply(request: dict) -> tuple[int, dict]:
+        if not refused:
+            refused.append("")
+            with pytest.raises(ValueError, match="another run writes to"):
+                rephrase(settings, NoSteps())
+        return faithful(request)
+
+    with server(reply) as (address, _):
+        settings = config(tmp_path, address, texts, parallel=1)
+        assert rephrase(settings, NoSteps()).written == 4
+    assert [file.name for file in tmp_path.iterdir() if "partial" in file.name] == []
+
+
 def test_mistakes_are_named(tmp_path: Path):
     with pytest.raises(ValueError, match="is no address"):
         config(tmp_path, "localhost:8000", [])
+    for changes in ({"most": 0}, {"timeout": float("inf")}, {"temperature": float("nan")}):
+        with pytest.raises(ValueError, match=f"{next(iter(changes))} "):
+            config(tmp_path, "http://127.0.0.1:9/v1", [], **changes)
+    with pytest.raises(ValueError, match="give each once"):
+        rephrase(config(tmp_path, "http://127.0.0.1:9/v1", ["a"], styles=("plain", "plain")), NoSteps())
     with pytest.raises(ValueError, match="unknown styles epic"):
         rephrase(config(tmp_path, "http://127.0.0.1:9/v1", ["a"], styles=("epic",)), NoSteps())
 

@@ -98,6 +98,14 @@ def test_file_of_long_documents(tmp_path: Path):
     assert (tmp_path / "long.jsonl").read_text().splitlines() == lines
 
 
+def test_equal_texts_are_one(tmp_path: Path):
+    settings = config(tmp_path)
+    file = Path(settings.source)
+    file.write_text(file.read_text() * 4)
+    assert "7 long documents from 12 texts" in (summary := synthesise(settings, NoSteps()))
+    assert "left out: 36 equal to another; left out: 4 longer than half a document" in summary
+
+
 def test_too_little_text(tmp_path: Path):
     with pytest.raises(ValueError, match="fewer than the 3 needed"):
         synthesise(config(tmp_path, document_bytes=100), NoSteps())
