@@ -115,9 +115,12 @@ class Engine:
         self._matchers(request)
         self._check_room(request)
 
-    def _check_room(self, request: Request) -> None:
+    def _check_open(self) -> None:
         if self._closing:
             raise Unavailable("the engine is shutting down", retry_after_s=10)
+
+    def _check_room(self, request: Request) -> None:
+        self._check_open()
         self.scheduler.check(request, self._pending)
 
     def _matchers(self, request: Request) -> list[Matcher | None]:
@@ -145,16 +148,17 @@ class Engine:
         except Refused:
             self._totals.refused += 1
             raise
+        seed = request.params.seed if request.params.seed is not None else secrets.randbits(63)
+        came = perf_counter()
         with self._lock:
+            self._check_open()  # again: whoever closes looks into the inbox once more after this lock
             id = request.id or f"request-{next(self._numbers)}"
             if id in self._handles:
                 raise ValueError(f"request id {id!r} is in use; give another one, or none")
             handle = RequestHandle(id, request.params.n, None if self._thread is not None else self.step)
             self._handles[id] = handle
             self._pending += request.params.n
-        seed = request.params.seed if request.params.seed is not None else secrets.randbits(63)
-        came = perf_counter()
-        self._post(lambda: self._take_in(request, handle, seed, came, matchers))
+            self._post(lambda: self._take_in(request, handle, seed, came, matchers))
         return handle
 
     def abort(self, id: str) -> None:
@@ -250,7 +254,8 @@ class Engine:
 
     def close(self) -> None:
         """As `schema.ServingEngine.close`."""
-        self._closing = True
+        with self._lock:
+            self._closing = True
         if self._thread is not None:
             self._wake.set()
             self._thread.join()
@@ -265,7 +270,8 @@ class Engine:
                     self._wake.clear()
         finally:
             if not self._closing:  # it failed: nobody may wait for it, or ask again
-                self._closing = True
+                with self._lock:
+                    self._closing = True
                 self._end_all("error", "the engine has stopped after a fault; its log says which")
 
     def _end_all(self, reason: FinishReason, error: str | None = None) -> None:
@@ -279,13 +285,16 @@ class Engine:
 
     def _between_steps(self, action: Callable[[], None]) -> None:
         """Carry an action out in the thread that steps, and wait for it."""
-        if self._thread is None or not self._thread.is_alive() or current_thread() is self._thread:
+        thread = self._thread
+        if thread is None or not thread.is_alive() or current_thread() is thread:
             action()
             return
         done = Event()
         self._post(action)
         self._post(done.set)
-        done.wait()
+        while not done.wait(timeout=0.1):
+            if not thread.is_alive():  # it has ended without another look into the inbox
+                self._drain()
 
     def _drain(self) -> None:
         with suppress(Empty):

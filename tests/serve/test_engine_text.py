@@ -187,6 +187,34 @@ def test_close_answers_everybody(model):
         served.submit(Request(prompt=(1,)))
 
 
+def test_who_comes_while_it_closes_is_answered(model):
+    """Between the look at whether it is open and the inbox it closes: nobody may wait for what nobody takes in."""
+    served = Engine(model, num_pages=120, hash_unit=64)
+    served.start()
+    look = served.scheduler.check
+    served.scheduler.check = lambda *given: (look(*given), served.close())
+    with pytest.raises(Unavailable):
+        served.submit(Request(prompt=(1, 2), params=SamplingParams(max_tokens=5)))
+    assert not served._handles and served._inbox.empty()
+
+
+def test_weights_that_come_while_it_ends_are_taken(model):
+    """The thread has ended and will not look into the inbox again; the one who waits does."""
+    served = Engine(model, num_pages=120, hash_unit=64)
+    served.start()
+    post = served._post
+
+    def late(action):
+        served._closing = True
+        served._wake.set()
+        served._thread.join()
+        post(action)
+
+    served._post = late
+    served.update_weights([], 1)
+    assert served.version == 1
+
+
 def test_deadlines_and_full_queues(model):
     served = Engine(model, num_pages=120, hash_unit=64, max_running=1, max_queued=1)
     late = served.submit(Request(prompt=prompt(20), params=SamplingParams(max_tokens=5000), deadline_s=0.3))
