@@ -28,13 +28,15 @@ def follow(scheduler: Scheduler, step: Step, now: float = 0.0) -> Step | None:
     alive = [(row, part) for row, part in enumerate(step.parts) if not part.sequence.is_done]
     if len(alive) != len(scheduler.running):
         return None
-    parts = []
+    parts, page_tokens = [], scheduler.cache.page_tokens
     for row, part in alive:
         sequence, start = part.sequence, part.start + 1
         if start + 1 >= sequence.longest:
             continue  # it ends with the token that is being drawn
         assert sequence.holding is not None
-        if not scheduler.cache.extend(sequence.holding, start + 1):
+        if start >= len(sequence.holding.latents) * page_tokens and not scheduler.cache.extend(
+            sequence.holding, start + 1
+        ):
             return None
         parts.append(Part(sequence, start, 1, source=row))
     return Step(parts) if parts else None

@@ -162,6 +162,8 @@ class Launched:
         if self.event is not None:
             self.event.synchronize()
         drawn = drawn_of(self.figures[:, : len(self.parts) * self.tokens].tolist())
+        if self.tokens == 1:
+            return [[one] for one in drawn]
         starts = range(0, len(drawn), self.tokens)
         return [drawn[at : at + 1 + len(part.drafts)] for at, part in zip(starts, self.parts, strict=True)]
 
@@ -193,17 +195,21 @@ class DecodeGraphs:
         pinned = pages.device.type == "cuda"
         self._arrived = [torch.zeros(room, dtype=torch.float64, pin_memory=pinned) for _ in range(2)]
         self._turn = 0
+        self._asked: tuple[Sequence[Part], tuple[Shape, Way]] | None = None
         self._memory = None
 
     def can_run(self, parts: Sequence[Part]) -> bool:
         """Whether this step is one token of each sequence and not too many drafts, each of them drawn from."""
-        plain = all(p.count == 1 and p.ends and not p.scratch and len(p.drafts) <= self.most_drafts for p in parts)
-        asked = any(part.sequence.request.params.expert_ids for part in parts)
-        return plain and not asked and len(parts) <= self._sizes[-1]
+        for p in parts:
+            if p.count != 1 or p.scratch or len(p.drafts) > self.most_drafts or not p.ends:
+                return False
+            if p.sequence.request.params.expert_ids:
+                return False
+        return len(parts) <= self._sizes[-1]
 
     def is_recorded(self, parts: Sequence[Part]) -> bool:
         """Whether `launch` needs no new recording, which would draw over what the step before it drew."""
-        return not self._captures or (self._shape(parts), _way(parts)) in self._recorded
+        return not self._captures or self._kind(parts) in self._recorded
 
     @torch.inference_mode()
     def run(self, parts: Sequence[Part]) -> Tensor:
@@ -215,8 +221,9 @@ class DecodeGraphs:
     def launch(self, parts: Sequence[Part], lots: Sequence[Sequence[Lot]]) -> Launched:
         """Run the parts and draw a token for each of them and of their drafts; states move on by what came true. At
         most one other step may be under way."""
-        _, figures_4N = self._replay(parts, lots, _way(parts))
-        tokens = self._shape(parts).tokens
+        shape, way = self._kind(parts)
+        _, figures_4N = self._replay(parts, lots, way)
+        tokens = shape.tokens
         if not figures_4N.is_cuda:
             return Launched(figures_4N, parts, tokens)
         arrived_4N = self._arrived[self._turn][: figures_4N.numel()].view(figures_4N.shape)
@@ -226,7 +233,8 @@ class DecodeGraphs:
         return Launched(arrived_4N, parts, tokens, event)
 
     def _replay(self, parts: Sequence[Part], lots: Sequence[Sequence[Lot]], way: Way) -> tuple[Tensor, Tensor]:
-        shape, self._turn = self._shape(parts), 1 - self._turn
+        shape, self._turn = self._kind(parts)[0], 1 - self._turn
+        self._asked = None  # whoever ran is forgotten
         if shape not in self._slates:
             self._slates[shape] = Slate.new(shape, self._pages.layout.groups, self._pages.device)
         slate = self._slates[shape]
@@ -240,6 +248,13 @@ class DecodeGraphs:
         slate.fill(self._turn, parts, lots, self._spare_page)
         recording.graph.replay()
         return recording.logits[: len(parts)], recording.figures
+
+    def _kind(self, parts: Sequence[Part]) -> tuple[Shape, Way]:
+        """What a step is recorded by; it is asked for several times before the step runs."""
+        if self._asked is None or self._asked[0] is not parts:
+            way = way_of(part.sequence.request.params for part in parts)
+            self._asked = parts, (self._shape(parts), way)
+        return self._asked[1]
 
     def _shape(self, parts: Sequence[Part]) -> Shape:
         """Rounded up so that there are few of them. All tokens of a row have a place in the table."""
@@ -303,7 +318,3 @@ def _places(slate: Slate) -> Tensor:
     """Positions of all tokens, [N]."""
     tokens = slate.shape.tokens
     return (slate.positions[:, None] + torch.arange(tokens, device=slate.positions.device)).flatten()
-
-
-def _way(parts: Sequence[Part]) -> Way:
-    return way_of(part.sequence.request.params for part in parts)

@@ -11,7 +11,8 @@ chance costs a look into an index and never a run; a repetition is believed afte
 what was seen of all others.
 
 A drafter that runs a part of the model to guess is asked only where its guesses shall run; having been too bad it is
-tried again after longer and longer times.
+tried again after longer and longer times. So are steps with guesses that were measured to be too slow, where guesses
+would come true: the first ones compile their kernels.
 """
 
 from __future__ import annotations
@@ -23,15 +24,24 @@ from rille.serve.sequences import Sequence as Choice
 
 
 class Line:
-    """Least squares, seconds over a size, the newest first."""
+    """Least squares, seconds over a size, the newest first. What took much longer than expected counts as MOST times
+    that: something else stood in its way."""
+
+    MOST = 4.0
 
     def __init__(self) -> None:
         self._w = self._n = self._t = self._nn = self._nt = 0.0
 
     def note(self, size: int, seconds: float) -> None:
+        if (known := self.at(size)) is not None:
+            seconds = min(seconds, self.MOST * known)
         news = (1.0, size, seconds, size * size, size * seconds)
         sums = (self._w, self._n, self._t, self._nn, self._nt)
         self._w, self._n, self._t, self._nn, self._nt = (0.99 * old + new for old, new in zip(sums, news, strict=True))
+
+    @property
+    def is_known(self) -> bool:
+        return self._w > 0
 
     def at(self, size: int) -> float | None:
         """None before anything was noted. Never falls as the size grows."""
@@ -62,7 +72,7 @@ class Odds:
     HIGH, DECAY_TRUTH = 0.6, 0.9  # of expectations, those at rates above this are compared with what came
     DEAR = 2.0  # steps that a step with guesses costs, before one was measured
     MARGIN = 1.1  # what guessing must promise: it has to wait for the tokens before it
-    PROBE_AFTER, PROBE_LATEST = 64, 8_192  # steps until a dear drafter is tried again; doubled each time
+    PROBE_AFTER, PROBE_LATEST = 64, 8_192  # choices until what was too dear is tried again; doubled each time
 
     def __init__(self, most: int, *, fixed: bool = False, padded: bool = False) -> None:
         self.most, self.fixed, self.padded = most, fixed, padded
@@ -72,6 +82,7 @@ class Odds:
         self._hoped = self._came = 4.0
         self._plain, self._guessed = Line(), Line()
         self._steps_off, self._probe_after, self._probes = 0, self.PROBE_AFTER, False
+        self._declined, self._retry_after = 0, self.PROBE_AFTER
 
     def rate(self, choice: Choice) -> float:
         return self._rates.get(choice, self.overall)
@@ -147,6 +158,21 @@ class Odds:
             gain = expected / (self._guessed.at(tokens) or self.DEAR * plain)
             if gain > best_gain:
                 best, best_gain = k, gain
+        would_pay = expected / (self.DEAR * plain) > best_gain
+        return self.most if not best and would_pay and self._retries() else self._settled(best)
+
+    def _retries(self) -> bool:
+        """Guesses would come true, but their steps were too slow: whether to forget that, and measure again."""
+        self._declined += 1
+        if self._declined < self._retry_after:
+            return False
+        self._declined, self._retry_after = 0, min(2 * self._retry_after, self.PROBE_LATEST)
+        self._guessed = Line()
+        return True
+
+    def _settled(self, best: int) -> int:
+        if best and self._guessed.is_known:
+            self._declined, self._retry_after = 0, self.PROBE_AFTER
         return best
 
     def choose_dear(self, choices: Collection[Choice]) -> int:

@@ -3,9 +3,7 @@
 To go on after b tokens a sequence needs the latents of all b and the state of every KDA group after exactly b;
 `lookup.py` finds them. What was matched is pinned before anything is allocated. Whole pages are shared; a page on which
 the sequence will write is copied, and so is the state: what is stored is never written. Nothing can match before the
-step that wrote it is over (`landed`). Source: Kimi K3 report section 5.4.
-
-All lengths and positions are tokens.
+step that wrote it is over (`landed`). All lengths and positions are tokens. Source: Kimi K3 report section 5.4.
 """
 
 from __future__ import annotations
@@ -298,17 +296,19 @@ class PrefixCache:
 
     def _publish(self, holding: Holding, length: int, exact: bool = False) -> None:
         """Let others find the latents of the first tokens by the boundaries, and with `exact` by the length itself."""
-        P, u = self.page_tokens, self.unit
-        for place in range(holding.registered // P, -(-length // P)):
+        P, u, known = self.page_tokens, self.unit, holding.registered
+        holding.registered = max(known, length)
+        if known // P == length // P and known // u == length // u and not exact:
+            return  # no boundary was passed
+        for place in range(known // P, -(-length // P)):
             start, stop = place * P, min(place * P + P, length)
-            boundaries = list(range(max(start, holding.registered) // u * u + u, stop + 1, u))
+            boundaries = list(range(max(start, known) // u * u + u, stop + 1, u))
             for position in {*boundaries, *((stop,) if exact or stop == start + P else ())}:
                 self.store.file(holding.latents[place], holding.chain.at(position))
             for position in boundaries:
                 self.store.note(holding.chain.at(position))
                 if self.retention.exact:
                     self.store.note_unit(holding.chain.at(position - u), holding.chain.ids[position - u : position])
-        holding.registered = max(holding.registered, length)
 
     def _land(self, holding: Holding, entry: Entry) -> None:
         key = holding.chain.at(entry.position)

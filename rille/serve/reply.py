@@ -36,6 +36,8 @@ class Reply:
         bends = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
         looks = params.top_logprobs or params.expert_ids or matcher is not None
         self._is_free = not (bends or looks or params.logit_bias)
+        self._least = params.min_tokens if self.stop_ids else 0
+        self._plain_lots = [lot_of(params, 0.0)] if params.temperature == 0 else None
 
     @property
     def _written(self) -> Sequence[int]:
@@ -44,15 +46,15 @@ class Reply:
     def is_free(self, ahead: int) -> bool:
         """Whether the token after the next `ahead` is drawn from the logits as they are, whatever was written: then the
         device draws it without us."""
-        held = self.sequence.num_written + ahead < self.sequence.request.params.min_tokens and self.stop_ids
-        return self._is_free and not held
+        return self._is_free and (not self._least or self.sequence.num_written + ahead >= self._least)
 
     def lots(self, ahead: int, count: int = 1) -> list[Lot]:
         """What draws that token and those behind it, `count` in all."""
+        if self._plain_lots is not None:
+            return self._plain_lots * count
         params, first = self.sequence.request.params, self.sequence.num_written + ahead
-        if params.temperature == 0:
-            return [lot_of(params, 0.0)] * count
-        return [lot_of(params, uniform(self.seed, self.sequence.index, first + n)) for n in range(count)]
+        every = range(first, first + count)
+        return [lot_of(params, uniform(self.seed, self.sequence.index, place)) for place in every]
 
     def rows(self, drafts: Sequence[int]) -> list[Row]:
         """What decides the next token, and the one after each draft if it and those before come true."""

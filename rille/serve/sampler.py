@@ -16,9 +16,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import IntEnum
 from hashlib import blake2b
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,8 +73,7 @@ def lot_of(params: SamplingParams, number: float) -> Lot:
     return heat, number, params.top_k or math.inf, params.top_p, params.min_p
 
 
-@dataclass(frozen=True)
-class Drawn:
+class Drawn(NamedTuple):
     """logprob: by the model; top: the likeliest tokens and theirs. error: why there is none."""
 
     token: int = -1
@@ -220,6 +220,6 @@ def report(logits_RW: Tensor, changed_RW: Tensor, tokens_R: Tensor, rows: Sequen
         for ids, values in zip(ids_RM.tolist(), top_RM.clamp(min=LEAST_LOGPROB).tolist(), strict=True)
     ]
     return [
-        one if one.error is not None else replace(one, top=pair[: row.params.top_logprobs])
+        one if one.error is not None else one._replace(top=pair[: row.params.top_logprobs])
         for one, pair, row in zip(drawn, pairs, rows, strict=True)
     ]

@@ -44,7 +44,7 @@ class Step:
 
     @property
     def num_tokens(self) -> int:
-        return sum(part.num_tokens for part in self.parts)
+        return sum([part.count + len(part.drafts) for part in self.parts])
 
 
 class Scheduler:
@@ -334,7 +334,8 @@ class Scheduler:
             unused, holding.state = holding.state, part.scratch
         else:
             unused = part.scratch
-        self.cache.store.pool.give(unused)
+        if unused:
+            self.cache.store.pool.give(unused)
         length = part.start + part.count + accepted
         if length in sequence.stops:
             return self.cache.checkpoint(holding, length, fork=length == sequence.fork)

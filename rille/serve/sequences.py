@@ -52,12 +52,12 @@ class Sequence:
 
     @property
     def num_written(self) -> int:
-        return len(self.chain) - self.num_prompt
+        return len(self.chain.ids) - len(self.request.prompt)
 
     @property
     def num_left(self) -> int:
         """Tokens that are known and not consumed; at least one while it runs."""
-        return len(self.chain) - (self.holding.length if self.holding is not None else 0)
+        return len(self.chain.ids) - (self.holding.length if self.holding is not None else 0)
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -67,7 +67,7 @@ class Sequence:
     @property
     def longest(self) -> int:
         """Tokens that it can come to."""
-        return self.num_prompt + self.request.params.max_tokens
+        return len(self.request.prompt) + self.request.params.max_tokens
 
     @property
     def is_led(self) -> bool:

@@ -103,6 +103,8 @@ class Stepper:
             return False
         self._pages.clear(step.clear)
         self._pages.copy(step.copies)
+        if self._watches:  # whoever is new, from the cache too, comes with a step that is not behind another one
+            self._watch.enter(part.sequence for part in step.parts if part.ends)
         if self._can_launch(step):
             self._flight = self._launch(step, began)
             if not self._config.overlap or any(part.drafts for part in step.parts):  # guesses need the tokens
@@ -117,16 +119,21 @@ class Stepper:
             self._pages.poison(self._scheduler.cache.store.pool.free_pages())
         if seconds is None:
             return
-        if all(part.count == 1 for part in step.parts):
+        if any(part.count > 1 for part in step.parts):
+            self._scheduler.note_rate(step, seconds)
+        elif self._drafter is not None:
             self.odds.note_time(len(step.parts), step.num_tokens, seconds)
-        self._scheduler.note_rate(step, seconds)
+
+    @property
+    def _watches(self) -> bool:
+        """Whether it is chosen who is looked up."""
+        return self._drafter is not None and not self._drafter.reads_hidden and not self.odds.fixed
 
     def _guess(self) -> None:
         """Drafts for everything that decodes."""
         if self._drafter is None:
             return
         decoding = [choice for choice in self._scheduler.running if choice.num_left == 1]
-        self._watch.enter(decoding)
         self._drafts = self._look(decoding)
         for choice in decoding:
             choice.drafts = self._drafts[choice].tokens if choice in self._drafts else ()
@@ -138,7 +145,10 @@ class Stepper:
         if self._drafter.reads_hidden:
             limit = self._totals.draft_length = self.odds.choose_dear(decoding)
             return {choice: self._drafter.propose(choice, limit) for choice in decoding} if limit else {}
-        due = decoding if self.odds.fixed else self._watch.due()
+        if self.odds.fixed:
+            every = {choice: self._drafter.propose(choice, self.odds.most) for choice in decoding}
+            return self._weigh({choice: draft for choice, draft in every.items() if draft.tokens}, len(decoding))
+        due = self._watch.due()
         return self._weigh(self._look_up(due), len(decoding)) if due else {}
 
     def _weigh(self, found: dict[Choice, Draft], rows: int) -> dict[Choice, Draft]:
@@ -158,7 +168,7 @@ class Stepper:
             came_true = self.odds.settle(choice)
             if came_true:
                 self._watch.trust(choice)
-            if came_true is False and not self.odds.fixed and self._watch.rests(choice):
+            if came_true is False and self._watch.rests(choice):
                 continue
             draft = self._drafter.propose(choice, self.odds.most)
             if draft.tokens:
@@ -174,7 +184,7 @@ class Stepper:
     def _can_launch(self, step: Step) -> bool:
         """Whether the device can draw for a step, with what is recorded if another one runs."""
         graphs, ahead = self._runner.graphs, step.parts[0].source >= 0
-        if graphs is None or self._runner.keeps_hidden or not graphs.can_run(step.parts):
+        if graphs is None or self._runner.keeps_hidden or not (ahead or graphs.can_run(step.parts)):
             return False
         if not all(self.replies[part.sequence].is_free(int(ahead)) for part in step.parts):
             return False
@@ -219,7 +229,7 @@ class Stepper:
         for part, some in zip(flight.step.parts, drawn, strict=True):
             if part.sequence.is_done:
                 continue
-            reply, true = self.replies[part.sequence], count_true(some, part.drafts)
+            reply, true = self.replies[part.sequence], count_true(some, part.drafts) if part.drafts else 0
             step.parts.append(part)
             replies.append(reply)
             outputs.append(reply.take(some[: 1 + true], self._scheduler.version, [None] * (1 + true)))

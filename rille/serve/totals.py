@@ -26,9 +26,13 @@ class Totals:
 
     def note_part(self, part: Part, accepted: int, outputs: Sequence[Output]) -> None:
         """A part of a step is over."""
-        self.prompt_tokens += max(0, min(part.start + part.count, part.sequence.num_prompt) - part.start)
-        self.generated += sum(isinstance(output, TokenOutput) for output in outputs)
-        self.drafts += bool(part.drafts)
+        if part.start < part.sequence.num_prompt:
+            self.prompt_tokens += min(part.start + part.count, part.sequence.num_prompt) - part.start
+        for output in outputs:
+            self.generated += isinstance(output, TokenOutput)
+        if not part.drafts:
+            return
+        self.drafts += 1
         self.drafted += len(part.drafts)
         self.accepted += accepted
         self._accepted_at += [0] * (len(part.drafts) - len(self._accepted_at))

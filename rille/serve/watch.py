@@ -2,7 +2,8 @@
 
     a guess stands                    looked up in the next round
     nothing was found, or not true    after 1, 2, 4, .. steps, at most 64 and at most the number of sequences
-    guesses ran                       the next round comes before the next step
+    guesses run                       the next round comes before the next step, and after a long time without, all are
+                                      looked up in it
     none was worth a run              after an eighth of the steps since any was, at most 32 and at most half of the
                                       number of sequences
 
@@ -24,6 +25,7 @@ class Watch:
     (`soon`, `later`, or `rests`, which may), and of a round as a whole `pause` or `go_on`."""
 
     LATEST, LONGEST = 64, 32  # steps to the next look at one, to the next round
+    LONG = 16  # steps without guesses
 
     def __init__(self) -> None:
         self._now = self._last = self._next = self._ran = 0  # steps: now; of rounds, the last one and the next one, and
@@ -56,7 +58,10 @@ class Watch:
         self._next = self._now + min((self._now - self._ran) // 8, self.LONGEST, len(self._gaps) // 2)
 
     def go_on(self) -> None:
-        """Guesses of this round run."""
+        """Guesses of this round run. If none did for long, others may have begun to repeat themselves too: a step waits
+        for its tokens now anyway, so all are looked up."""
+        if self._now - self._ran > self.LONG:
+            self._turns = {self._now + 1: list(self._gaps)}
         self._ran = self._now
 
     def soon(self, choice: Choice) -> None:

@@ -97,7 +97,9 @@ def seconds(monkeypatch, model, text, drafter, streams=1, rounds=1):
     """By the device's clock, of the last of some rounds; and its steps without and with guesses."""
     clock = Clock()
     monkeypatch.setattr(stepping, "perf_counter", lambda: clock.now)
-    served = Engine(model, num_pages=40 + 12 * streams, hash_unit=64, drafter=drafter, max_running=64)
+    served = Engine(
+        model, num_pages=40 + 12 * streams, hash_unit=64, drafter=drafter, max_running=64, token_budget=8192
+    )
     replies = {n: TEXTS[text](n) for n in range(streams)}
     most = served.config.draft_length if drafter != "none" else 0
     device = Device(served, lambda sequence: replies[sequence.request.params.seed], clock, most)
@@ -106,7 +108,7 @@ def seconds(monkeypatch, model, text, drafter, streams=1, rounds=1):
     for _ in range(rounds):
         began, plain, guessed = clock.now, device.plain, device.guessed
         params = [SamplingParams(max_tokens=COUNT, seed=n, ignore_eos=True) for n in range(streams)]
-        handles = [served.submit(Request(prompt=drawn_from(WORDS, 99 + p.seed)[:20], params=p)) for p in params]
+        handles = [served.submit(Request(prompt=drawn_from(WORDS, 99 + p.seed)[:80], params=p)) for p in params]
         for n, handle in enumerate(handles):
             *outputs, _ = handle
             assert [output.token for output in outputs][1:] == replies[n][1:COUNT]
@@ -116,12 +118,14 @@ def seconds(monkeypatch, model, text, drafter, streams=1, rounds=1):
 LEAST = {"random": 0.999, "random, 20 words": 0.999, "habits": 0.98, "mixed": 1.15, "circles": 1.8, "one word": 2.0}
 
 
+@pytest.mark.parametrize("rounds", [1, 2])
 @pytest.mark.parametrize("streams", [1, 8])
 @pytest.mark.parametrize("text", LEAST)
-def test_speed_over_that_of_plain_steps(monkeypatch, model, text, streams):
-    """From the first reply on. Where nothing can be guessed not one step waits for the tokens of another."""
-    plain, steps, _ = seconds(monkeypatch, model, text, "none", streams)
-    drafted, *ran = seconds(monkeypatch, model, text, "ngram", streams)
+def test_speed_over_that_of_plain_steps(monkeypatch, model, text, streams, rounds):
+    """From the first reply on, and when the same prompts come again: then they are in the cache, and their first step
+    is a recorded one, as all behind it. Where nothing can be guessed not one step waits for the tokens of another."""
+    plain, steps, _ = seconds(monkeypatch, model, text, "none", streams, rounds)
+    drafted, *ran = seconds(monkeypatch, model, text, "ngram", streams, rounds)
     assert plain / drafted > LEAST[text]
     if text.startswith("random"):
         assert ran == [steps, 0] and drafted == pytest.approx(plain)
@@ -142,6 +146,6 @@ def test_many_streams_are_looked_at_in_turn(monkeypatch, model, text, most):
     plain, *_ = seconds(monkeypatch, model, text, "none", 64)
     monkeypatch.setattr(NgramDrafter, "propose", counted)
     drafted, *ran = seconds(monkeypatch, model, text, "ngram", 64)
-    assert plain / drafted > (0.999 if most else 2)
+    assert plain / drafted > (0.999 if most else 2.1)
     assert most is None or asked[0] < 7 * 64 + most * sum(ran)
     assert not text.startswith("random") or ran[1] == 0

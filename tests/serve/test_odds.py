@@ -122,6 +122,24 @@ def test_dear_drafts_are_tried_again_now_and_then():
     assert odds.choose_dear([]) == 0 and Odds(4, fixed=True).choose_dear([one] * 1000) == 4
 
 
+@pytest.mark.parametrize("slow, fewest, most", [(2.0, 4900, 4937), (20.0, 5, 9)])
+def test_what_was_too_slow_is_measured_again(slow, fewest, most):
+    """Every guess comes true. A step with guesses takes `slow` times as long as one without, the first one, which
+    compiles, 5,000 times. It runs twice: once to be measured, and once after it was looked ahead."""
+    odds, one, ran = Odds(4), sequence(), 0
+    for _ in range(5000):
+        if odds.choose(1, [one]) and odds.choose(1, [one]):
+            odds.note(one, 4, 4)
+            odds.note_time(1, 5, slow if ran else 5000.0)
+            ran += 1
+        else:
+            odds.bet(one, (7,))
+            one.chain.append(7)
+            odds.settle(one)
+            odds.note_time(1, 1, 1.0)
+    assert fewest <= ran <= most
+
+
 def test_a_line_through_what_was_measured():
     line = Line()
     assert line.at(3) is None
@@ -130,3 +148,5 @@ def test_a_line_through_what_was_measured():
     line.note(8, 12.0)
     assert line.at(6) == pytest.approx(10, abs=0.1) and line.at(16) == pytest.approx(20, abs=0.3)
     assert line.at(-100) > 0
+    line.note(8, 1e6)  # a pause of something else
+    assert line.at(8) < 4 * 12
