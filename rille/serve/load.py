@@ -54,7 +54,7 @@ def bench(config: BenchServeConfig) -> Json:
         picture(samples, seconds, folder / "bench_serve.png")
         print(f"written: {folder / 'bench_serve.json'}, {folder / 'bench_serve.png'}")
     if config.check and (wrong := faults(summary)):
-        raise OSError(None, f"{config.url}: {'; '.join(wrong)}")
+        raise OSError(f"{config.url}: {'; '.join(wrong)}")
     return summary
 
 

@@ -12,6 +12,7 @@ import os
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from ssl import SSLError
 from time import perf_counter
 from typing import Any
 from urllib.parse import urlsplit
@@ -71,7 +72,7 @@ class Server:
         try:
             return response.readline()
         except (OSError, HTTPException) as error:
-            raise OSError(None, f"{self.url} broke off in the middle of a reply: {error}") from None
+            raise OSError(f"{self.url} broke off in the middle of a reply: {error}") from None
 
     def _ask(self, method: str, path: str, body: bytes | None) -> tuple[HTTPConnection, HTTPResponse]:
         kind = HTTPSConnection if self._parts.scheme == "https" else HTTPConnection
@@ -86,7 +87,9 @@ class Server:
         except (OSError, HTTPException) as error:
             connection.close()
             why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            raise OSError(getattr(error, "errno", None), f"{self.url} does not answer: {why}") from None
+            text = f"{self.url} does not answer: {why}"
+            number = None if isinstance(error, SSLError) else getattr(error, "errno", None)  # TLS counts its own way
+            raise (OSError(text) if number is None else OSError(number, text)) from None
         if response.status != 200:
             with closing(connection):
                 raise ValueError(f"{self.url}: {_complaint(response)}")

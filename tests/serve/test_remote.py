@@ -130,4 +130,8 @@ def test_no_server(capsys):
         port = free.getsockname()[1]
     assert cli.main(["chat", f"http://127.0.0.1:{port}"]) == 1
     assert "does not answer" in capsys.readouterr().err
+    with serving(small_tokenizer()) as server:
+        assert cli.main(["chat", server.url.replace("http:", "https:")]) == 1
+    said = capsys.readouterr().err
+    assert "does not answer" in said and "Errno" not in said and "directory" not in said
     assert cli.main(["chat", "http://"]) == 2
