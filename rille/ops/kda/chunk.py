@@ -59,7 +59,7 @@ def kda(
     beta_MHC1 = schedule.gather(b_NH.to(dtype).sigmoid()[..., None])
     sums = tile_sums(schedule.gather(log_decay(z_NHK, gate, dtype) / log(2)))
     decay = decays(sums)
-    halves = DirectHalves(sums, k_MHCK) if gate.lower_bound is None else AnchoredHalves(sums, k_MHCK)
+    halves = halves_of(gate, sums, k_MHCK)
 
     # The mask comes before beta: above the diagonal there may be infinities, whose product with a gradient of 0 is NaN.
     a_MHCC = pair_products(q_MHCK, k_MHCK, halves, decay).tril() * beta_MHC1.mT
@@ -207,34 +207,50 @@ class _AnchoredProduct(torch.autograd.Function):
         return dr_BK, dk_BK, (r_BK * dr_BK - k_BK * dk_BK) * log(2)
 
 
-class DirectHalves:
-    """Pairs inside a half for the softplus gate, which has no bound: tiles on the diagonal pair by pair, at 16 times
-    the exponentials; the block between the tiles with their border as origin, where both factors are at most 1.
+class NestedHalves:
+    """Pairs inside a half for the softplus gate, which has no bound. Each pair of rows has one border between blocks of
+    1, 2, 4, 8 or 16 rows that it lies across, the row in the second block of two and the column in the first; with that
+    as origin no factor exceeds 1. A row with itself decays by nothing.
     """
 
     def __init__(self, sums: TileSums, k_MHCK: Tensor) -> None:
-        k_MHGTRK = k_MHCK.unflatten(2, (2, 2, TILE))
-        self.k_pair_MHGTRRK = k_MHGTRK[..., None, :, :] * pair_decays(sums.g_MHGTRK)
-        self.from_border_MHGRK = sums.through_MHGTRK[:, :, :, 1].exp2()
-        self.k_to_border_MHGRK = k_MHGTRK[:, :, :, 0] * sums.after_MHGTRK[:, :, :, 0].exp2()
+        g_MHGBK = sums.g_MHGTRK.flatten(3, 4)
+        self.factors = {size: (to_border(size, g_MHGBK) @ g_MHGBK).exp2() for size in (1, 2, 4, 8, TILE)}
+        self.k_MHGBK = k_MHCK.unflatten(2, (2, HALF))
 
     def products(self, r_MHGBK: Tensor) -> Tensor:
         """[M, H, G, B, B], zero above the diagonal."""
-        r_MHGTRK = r_MHGBK.unflatten(3, (2, TILE))
-        tiles_MHGTRR = (r_MHGTRK[..., None, :] @ self.k_pair_MHGTRRK.mT).squeeze(-2)
-        between_MHGRR = (r_MHGTRK[:, :, :, 1] * self.from_border_MHGRK) @ self.k_to_border_MHGRK.mT
-        return block_lower(tiles_MHGTRR[:, :, :, 0], between_MHGRR, tiles_MHGTRR[:, :, :, 1])
+        product_MHGBB = (r_MHGBK * self.k_MHGBK).sum(-1).diag_embed()
+        for size, factor_MHGBK in self.factors.items():
+            between_MHGBB = (r_MHGBK * factor_MHGBK) @ (self.k_MHGBK * factor_MHGBK).mT
+            product_MHGBB = torch.where(across_border(size, r_MHGBK.device), between_MHGBB, product_MHGBB)
+        return product_MHGBB
 
 
-def pair_decays(g_MHGTRK: Tensor) -> Tensor:
-    """2^(sum of g over rows j+1..i) for i >= j, else 0. Each sum has its own terms: strong decays blur no later one."""
-    row_R = torch.arange(TILE, device=g_MHGTRK.device)
-    i_R11, j_R1 = row_R[:, None, None], row_R[:, None]
-    sums_MHGTRRK = g_MHGTRK[..., :, None, :].masked_fill(i_R11 <= j_R1, 0).cumsum(-3)
-    return sums_MHGTRRK.masked_fill(i_R11 < j_R1, -torch.inf).exp2()
+def to_border(size: int, like: Tensor) -> Tensor:
+    """[B, B] of ones that sum the rows from i to the border in the middle of its block of 2 `size` rows: from the
+    border through i if i lies after it, else those that stand between. A sum has its own terms alone, so that strong
+    decays blur no other one."""
+    row_B = torch.arange(HALF, device=like.device)
+    i, j = row_B[:, None], row_B[None, :]
+    border = i // (2 * size) * 2 * size + size
+    return (((j >= border) & (j <= i)) | ((j > i) & (j < border))).to(like.dtype)
 
 
-def pair_products(r_MHCK: Tensor, k_MHCK: Tensor, halves: AnchoredHalves | DirectHalves, decay: Decays) -> Tensor:
+def across_border(size: int, device: torch.device) -> Tensor:
+    """[B, B]: pairs with that border between them, the row after it and the column before it."""
+    block_B = torch.arange(HALF, device=device) // size
+    return (block_B[:, None] % 2 == 1) & (block_B[:, None] == block_B[None, :] + 1)
+
+
+Halves = AnchoredHalves | NestedHalves
+
+
+def halves_of(gate: Gate, sums: TileSums, k_MHCK: Tensor) -> Halves:
+    return NestedHalves(sums, k_MHCK) if gate.lower_bound is None else AnchoredHalves(sums, k_MHCK)
+
+
+def pair_products(r_MHCK: Tensor, k_MHCK: Tensor, halves: Halves, decay: Decays) -> Tensor:
     """[M, H, C, C]: sum_K r_i k_j 2^(Gi-Gj) for i >= j. The block between the halves has their border as origin."""
     r_MHGBK, k_MHGBK = r_MHCK.unflatten(2, (2, HALF)), k_MHCK.unflatten(2, (2, HALF))
     upper_left, lower_right = halves.products(r_MHGBK).unbind(2)

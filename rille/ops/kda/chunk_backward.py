@@ -43,17 +43,17 @@ from torch import Tensor
 
 from rille.ops.kda.arguments import Gate
 from rille.ops.kda.chunk import (
-    CHUNK,
     HALF,
     AnchoredHalves,
     Decays,
-    DirectHalves,
+    Halves,
+    NestedHalves,
     Schedule,
-    TileSums,
+    across_border,
     check_lower_bound,
     decays,
+    halves_of,
     inverse_of_unit_lower,
-    pair_decays,
     pair_products,
     schedule_chunks,
     state_pass,
@@ -103,7 +103,7 @@ def kda_backward(
     beta_MHC1 = schedule.gather(b_NH.to(dtype).sigmoid()[..., None])
     sums = tile_sums(schedule.gather(log_decay(z_NHK, gate, dtype) / log(2)))
     decay = decays(sums)
-    halves = DirectHalves(sums, k_MHCK) if gate.lower_bound is None else AnchoredHalves(sums, k_MHCK)
+    halves = halves_of(gate, sums, k_MHCK)
 
     a_MHCC = pair_products(q_MHCK, k_MHCK, halves, decay).tril() * beta_MHC1.mT
     l_MHCC = pair_products(k_MHCK, k_MHCK, halves, decay).tril(-1) * beta_MHC1.mT
@@ -120,7 +120,7 @@ def kda_backward(
     own_MHC1 = da_MHCC.diagonal(dim1=-2, dim2=-1)[..., None]
     da_MHCC = da_MHCC.tril(-1)
     dak_MHCC = -(dv_MHCV @ u_MHCV.mT).tril(-1) * beta_MHC1.mT
-    dq_MHCK, dk_row_MHCK, dk_col_MHCK = pair_gradients(da_MHCC, dak_MHCC, q_MHCK, k_MHCK, sums, decay, gate)
+    dq_MHCK, dk_row_MHCK, dk_col_MHCK = pair_gradients(da_MHCC, dak_MHCC, q_MHCK, k_MHCK, halves, decay)
     end_MHCK = beta_MHC1 * decay.to_end_MHCK * (u_MHCV @ dstates_MHVK)
     dq_MHCK += decay.from_start_MHCK * (do_MHCV @ states_MHVK)
     dk_row_MHCK -= decay.from_start_MHCK * (dv_MHCV @ states_MHVK)
@@ -177,14 +177,16 @@ def reverse_pass(
 
 
 def pair_gradients(
-    da_MHCC: Tensor, dak_MHCC: Tensor, q_MHCK: Tensor, k_MHCK: Tensor, sums: TileSums, decay: Decays, gate: Gate
+    da_MHCC: Tensor, dak_MHCC: Tensor, q_MHCK: Tensor, k_MHCK: Tensor, halves: Halves, decay: Decays
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What A and Ak give to q, to k as a row, and to k as a column."""
-    gradients_of_halves = direct_halves if gate.lower_bound is None else anchored_halves
     da_MHGBB, dak_MHGBB = diagonal_blocks(da_MHCC, HALF), diagonal_blocks(dak_MHCC, HALF)
     q_MHGBK, k_MHGBK = q_MHCK.unflatten(2, (2, HALF)), k_MHCK.unflatten(2, (2, HALF))
-    halves = gradients_of_halves(da_MHGBB, dak_MHGBB, q_MHGBK, k_MHGBK, sums)
-    dq_MHCK, dk_row_MHCK, dk_col_MHCK = (x.flatten(2, 3) for x in halves)
+    if isinstance(halves, NestedHalves):
+        found = nested_halves(da_MHGBB, dak_MHGBB, q_MHGBK, k_MHGBK, halves)
+    else:
+        found = anchored_halves(da_MHGBB, dak_MHGBB, q_MHGBK, k_MHGBK, halves)
+    dq_MHCK, dk_row_MHCK, dk_col_MHCK = (x.flatten(2, 3) for x in found)
 
     from_middle, to_middle = decay.from_middle_MHBK, decay.to_middle_MHBK
     da_MHBB, dak_MHBB = da_MHCC[..., HALF:, :HALF], dak_MHCC[..., HALF:, :HALF]
@@ -197,11 +199,10 @@ def pair_gradients(
 
 
 def anchored_halves(
-    da_MHGBB: Tensor, dak_MHGBB: Tensor, q_MHGBK: Tensor, k_MHGBK: Tensor, sums: TileSums
+    da_MHGBB: Tensor, dak_MHGBB: Tensor, q_MHGBK: Tensor, k_MHGBK: Tensor, halves: AnchoredHalves
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Both gradients are brought to magnitude 1 before 2^115 meets them."""
-    x_MHGBK = AnchoredHalves(sums, k_MHGBK.flatten(2, 3)).x_MHGBK
-    up_MHGBK, down_MHGBK = x_MHGBK.exp2(), (-x_MHGBK).exp2()
+    up_MHGBK, down_MHGBK = halves.x_MHGBK.exp2(), (-halves.x_MHGBK).exp2()
     tiny = torch.finfo(da_MHGBB.dtype).tiny
     size = torch.maximum(da_MHGBB.abs(), dak_MHGBB.abs()).amax((-2, -1), keepdim=True).clamp_min(tiny)
     da_MHGBB, dak_MHGBB = da_MHGBB / size, dak_MHGBB / size
@@ -212,22 +213,17 @@ def anchored_halves(
     return dq_MHGBK, dk_row_MHGBK, down_MHGBK * columns_MHGBK * size
 
 
-def direct_halves(
-    da_MHGBB: Tensor, dak_MHGBB: Tensor, q_MHGBK: Tensor, k_MHGBK: Tensor, sums: TileSums
+def nested_halves(
+    da_MHGBB: Tensor, dak_MHGBB: Tensor, q_MHGBK: Tensor, k_MHGBK: Tensor, halves: NestedHalves
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Pair by pair in the tiles on the diagonal; between the tiles with their border as origin."""
-    tile = CHUNK // 4
-    pairs_MHGTRRK = pair_decays(sums.g_MHGTRK)
-    da, dak = (diagonal_blocks(x, tile)[..., None] * pairs_MHGTRRK for x in (da_MHGBB, dak_MHGBB))
-    q, k = q_MHGBK.unflatten(3, (2, tile)), k_MHGBK.unflatten(3, (2, tile))
-    dq, dk_row = ((x * k[..., None, :, :]).sum(-2).flatten(3, 4) for x in (da, dak))
-    dk_col = (da * q[..., None, :] + dak * k[..., None, :]).sum(-3).flatten(3, 4)
-
-    up, down = sums.through_MHGTRK[:, :, :, 1].exp2(), sums.after_MHGTRK[:, :, :, 0].exp2()
-    da, dak = da_MHGBB[..., tile:, :tile], dak_MHGBB[..., tile:, :tile]
-    dq[..., tile:, :] += up * (da @ (k[:, :, :, 0] * down))
-    dk_row[..., tile:, :] += up * (dak @ (k[:, :, :, 0] * down))
-    dk_col[..., :tile, :] += down * (da.mT @ (q[:, :, :, 1] * up) + dak.mT @ (k[:, :, :, 1] * up))
+    """Border by border. The diagonals of da and dak are zero."""
+    dq, dk_row, dk_col = (torch.zeros_like(q_MHGBK) for _ in range(3))
+    for size, factor_MHGBK in halves.factors.items():
+        da, dak = (x.where(across_border(size, x.device), 0) for x in (da_MHGBB, dak_MHGBB))
+        q, k = q_MHGBK * factor_MHGBK, k_MHGBK * factor_MHGBK
+        dq += factor_MHGBK * (da @ k)
+        dk_row += factor_MHGBK * (dak @ k)
+        dk_col += factor_MHGBK * (da.mT @ q + dak.mT @ k)
     return dq, dk_row, dk_col
 
 

@@ -277,8 +277,8 @@ def transition_in_chunks(
     beta_MHC1 = schedule.gather(b_NH.to(dtype).sigmoid()[..., None])
     sums = chunk.tile_sums(schedule.gather(log_decay(z_NHK, gate, dtype) / log(2)))
     decay = chunk.decays(sums)
-    halves = chunk.DirectHalves if gate.lower_bound is None else chunk.AnchoredHalves
-    l_MHCC = chunk.pair_products(k_MHCK, k_MHCK, halves(sums, k_MHCK), decay).tril(-1) * beta_MHC1.mT
+    halves = chunk.halves_of(gate, sums, k_MHCK)
+    l_MHCC = chunk.pair_products(k_MHCK, k_MHCK, halves, decay).tril(-1) * beta_MHC1.mT
     t_MHCC = chunk.inverse_of_unit_lower(l_MHCC)
     w_MHCK, k_end_MHCK = t_MHCC @ (k_MHCK * decay.from_start_MHCK), beta_MHC1 * k_MHCK * decay.to_end_MHCK
     tv_MHCV, nothing_MHCK = t_MHCC @ schedule.gather(v_NHV.to(dtype)), torch.zeros_like(k_MHCK)
