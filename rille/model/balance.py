@@ -67,15 +67,18 @@ def exact_bias(scores_NE: Tensor, cutoff_N: Tensor, active: int) -> Tensor:
 
 
 def histogram_bias(histogram_EB: Tensor, bias_E: Tensor, active: int) -> Tensor:
-    """The new bias [E] from pooled counts [E, B] made under the old bias [E] (appendix D). Error at most one bin.
+    """The new bias [E] from pooled counts [E, B] made under the old bias [E] (appendix D). Error at most one
+    bin, before the mean is removed.
 
-    The first bin whose cumulative count reaches ceil(q) holds the quantile; linear interpolation inside it.
+    The first bin whose cumulative count exceeds q holds rank q + 1; linear interpolation inside it. Where q is no whole
+    number that is appendix D's bin, which reaches ceil(q); where it is one, D reads rank q, which lies below the rank
+    of equation 14 by a gap of any width.
     """
     experts, bins = histogram_EB.shape
     low, width = bin_range(bias_E, bins)
     quota = histogram_EB[0].sum().double() * active / experts  # on the device: nothing waits for it
     cumulative_EB = histogram_EB.cumsum(1)
-    bin_E1 = (cumulative_EB < quota.ceil()).sum(1, keepdim=True).clamp_(max=bins - 1)
+    bin_E1 = (cumulative_EB <= quota).sum(1, keepdim=True).clamp_(max=bins - 1)
     inside_E1 = histogram_EB.gather(1, bin_E1)
     before_E1 = cumulative_EB.gather(1, bin_E1) - inside_E1
     fraction_E1 = ((quota - before_E1) / inside_E1.clamp(min=1)).clamp(0, 1)
