@@ -396,10 +396,12 @@ def verify(
 ):  # fmt: skip
     """Commit, then try, as in the twin, for every head of every row. Tiles have T = 2^LOG_T and P = 2^LOG_P rows.
     AHEAD: shared memory has room for a state, else it comes when it is needed. FORM: 0, or what waits less: 1 asks for
-    slots and weights sooner and convolves all at once; 2 is 1 with other items for each program (`first_place`)."""
+    slots and weights sooner and convolves all at once; 2, too, with other items for each program (`first_place`) and
+    weights that are asked for a draft later."""
     T: gl.constexpr = 1 << LOG_T
     P: gl.constexpr = 1 << LOG_P
     HV: gl.constexpr = H * V
+    LAST: gl.constexpr = 2 if FORM == 1 and tokens - 2 > FETCH_AT else 1  # drafts after the next weights are asked for
     line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     rows: gl.constexpr = max(1, V * LANES // (32 * gl.num_warps()))
     S_layout: gl.constexpr = gl.BlockedLayout([rows, 4], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
@@ -524,15 +526,17 @@ def verify(
         y_row, u_row = y + row * (tokens * HV) + head * V, past_u + slot * (past_tokens * HV) + head * V
         o_smem = gl.allocate_shared_memory(y.dtype.element_ty, [T, V], TILE)
         if slot >= 0:
-            for t in range(tokens - 1):
+            for t in range(tokens - LAST):
                 if AHEAD and t == FETCH_AT:
                     fetch_state(stage, arrived, states_desc, slot1, head1, state_slot, V, K)
                 S_VK = draft(S_VK, t, tiles, u_row, o_smem, HV, V, K)
-        if AHEAD and (slot < 0 or tokens - 1 <= FETCH_AT):
+        if AHEAD and (slot < 0 or tokens - LAST <= FETCH_AT):
             fetch_state(stage, arrived, states_desc, slot1, head1, state_slot, V, K)
         if FORM > 0:
             weights = weights_of(head1, conv_weight, A_log, dt_bias, H, K, V, W, line)
         if slot >= 0 and tokens > 0:
+            if LAST == 2:
+                S_VK = draft(S_VK, tokens - 2, tiles, u_row, o_smem, HV, V, K)
             draft(S_VK, tokens - 1, tiles, u_row, o_smem, HV, V, K)  # nobody needs the state after it
         mark(clocks, item, 5)
         if FORM == 0:  # registers are free from here on
