@@ -97,7 +97,8 @@ class Front:
         """The prompt of a conversation in tokens. Raises ValueError."""
         check_tools(ask.messages, ask.tools)
         check_response_format(ask.response_format)
-        pictures = [self._picture(url) for message in ask.messages for url in picture_urls(message)]
+        urls = [url for message in ask.messages for url in picture_urls(message)]
+        pictures = [self._picture(number, url) for number, url in enumerate(urls)]
         prompt = render(
             ask.messages,
             tools=ask.tools,
@@ -121,10 +122,14 @@ class Front:
         early = grids[: head.count(self._media_id)]
         return ids, len(expand_media(head, early, media_id=self._media_id, merge=merge))
 
-    def _picture(self, url: str) -> Images:
+    def _picture(self, number: int, url: str) -> Images:
         if self.abilities.images is None:
             raise ValueError("messages: this model cannot see (its checkpoint has no vision tower); send no pictures")
-        return preprocess_images([decode_data_url(url)], self.abilities.images)
+        try:
+            return preprocess_images([decode_data_url(url)], self.abilities.images)
+        except ValueError as error:
+            text = str(error).removeprefix("image 0 ")
+            raise ValueError(f"messages: picture {number}, counted from 0: {text}") from None
 
     def begin(self, ask: Ask) -> Turn:
         """Start a reply. Raises ValueError, and `Refused` as the engine does."""

@@ -378,9 +378,14 @@ def test_a19_d5_pictures(tokenizer):
         assert len(request.images) == 2 and list(request.prompt).count(server.front.abilities.media_id) == rows
         assert all(len(images.digests[0]) == 64 for images in request.images)
         assert request.marks[0] < len(request.prompt)
-        far = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
-        with pytest.raises(openai.BadRequestError, match="data: URLs"):
-            whole(client, messages=[{"role": "user", "content": [far]}])
+        for url, told in (
+            ("https://example.org/a.png", "data: URLs"),
+            ("data:image/png;base64,@", "picture 1, counted from 0: the image URL's base64 is damaged"),
+            (PIXEL[:60] + "AAAA", "picture 1, counted from 0: cannot be read"),
+        ):
+            wrong = {"type": "image_url", "image_url": {"url": url}}
+            with pytest.raises(openai.BadRequestError, match=told):
+                whole(client, messages=[{"role": "user", "content": [part, wrong]}])
 
 
 def test_blind_models_say_so(server, client):
