@@ -381,7 +381,7 @@ def test_a19_d5_pictures(tokenizer):
         for url, told in (
             ("https://example.org/a.png", "data: URLs"),
             ("data:image/png;base64,@", "picture 1, counted from 0: the image URL's base64 is damaged"),
-            (PIXEL[:60] + "AAAA", "picture 1, counted from 0: cannot be read"),
+            (PIXEL[:62], "picture 1, counted from 0: cannot be read"),
         ):
             wrong = {"type": "image_url", "image_url": {"url": url}}
             with pytest.raises(openai.BadRequestError, match=told):
