@@ -288,12 +288,8 @@ def unary(function: Any) -> Any:
 
 
 def asm(text: str, constraints: str, inputs: list[Tile], *_: Any) -> Tile:
-    known = {
-        "ex2": torch.exp2, "rcp": torch.reciprocal, "cvt.rn.bf16x2": lambda x: x.bfloat16().float(),
-        "%laneid": lambda x: x & 31,
-    }  # fmt: skip
-    [function] = [known[name] for name in known if name in text]
-    return Tile(function(inputs[0].value))
+    known = {"ex2": torch.exp2, "rcp": torch.reciprocal, "laneid": torch.clone, "bf16x2": torch.Tensor.bfloat16}
+    return Tile(next(known[name] for name in known if name in text)(inputs[0].value).to(inputs[0].value.dtype))
 
 
 def where(condition: Any, x: Any, y: Any) -> Any:
