@@ -24,7 +24,7 @@ from rille.serve.limits import Kind, SchedulerConfig
 from rille.serve.pages import Copy
 from rille.serve.parking import park, unpark
 from rille.serve.prefix import PrefixCache
-from rille.serve.schema import QueueFull, Request, TooLarge, Unavailable
+from rille.serve.schema import QueueFull, Refused, Request, TooLarge, Unavailable
 from rille.serve.sequences import Part, Sequence
 from rille.serve.tier import Tier
 
@@ -86,6 +86,8 @@ class Scheduler:
                 f"a prompt of {prompt:,} tokens and max_tokens {new:,} make {prompt + new:,} tokens ({pages:,} pages); "
                 f"here a sequence may have {self.longest:,} tokens (the memory has {there:,} pages)"
             )
+        if request.params.n > (most := max(self.config.max_running, self.config.max_queued)):
+            raise Refused(f"n is {request.params.n}; of one request at most {most} choices can run or wait here")
         kind = self._kind(request)
         queued = sum(len(s.chain) for s in self.waiting[kind.name])
         waiting = self.num_waiting + pending

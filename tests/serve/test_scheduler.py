@@ -12,7 +12,7 @@ from rille.serve.limits import KINDS, Kind, SchedulerConfig
 from rille.serve.prefix import PrefixCache
 from rille.serve.retention import Retention
 from rille.serve.scheduler import Scheduler
-from rille.serve.schema import QueueFull, Request, SamplingParams, TooLarge, Unavailable
+from rille.serve.schema import QueueFull, Refused, Request, SamplingParams, TooLarge, Unavailable
 from rille.serve.tier import HostTier
 from tests.serve.fake_memory import FakeMemory, hashes, ids
 
@@ -234,6 +234,17 @@ def test_what_cannot_ever_fit_is_refused_with_numbers():
     server.finish().check()
     with pytest.raises(TooLarge, match="may have 50 tokens"):
         FakeServer(100, max_length=50).submit(ids(45), max_tokens=6)
+
+
+@pytest.mark.parametrize(("running", "queued"), [(2, 5), (5, 2), (5, 0)])
+def test_more_choices_than_there_is_ever_room_for_are_refused_for_good(running, queued):
+    """Not with a time to come again: it would be the same then."""
+    server = FakeServer(max_running=running, max_queued=queued)
+    server.submit(ids(16), n=5)
+    server.finish().check()
+    with pytest.raises(Refused, match="n is 6; of one request at most 5 choices") as refused:
+        server.submit(ids(16), n=6)
+    assert refused.value.status == 400 and refused.value.retry_after_s is None
 
 
 def test_the_queue_is_bounded_and_says_when_to_come_again():
