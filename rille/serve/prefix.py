@@ -93,7 +93,7 @@ class PrefixCache:
             raise ValueError(f"prefix cache: page_tokens {page_tokens}, groups {groups}, unit {unit} must be positive")
         self.retention = retention if retention is not None else Retention(interval=max(1, 32_768 // unit) * unit)
         self.retention.check(unit)
-        self.store = Store(num_pages, tier, remember)
+        self.store = Store(num_pages, page_tokens, tier, remember)
         self.page_tokens, self.groups, self.unit = page_tokens, groups, unit
         self.counts = CacheCounts()
         self.reserved = 0  # pages of the pool that somebody else has for good
@@ -359,11 +359,12 @@ class PrefixCache:
         deepest = self._deepest_state(holding)
         for place, entry in enumerate(holding.latents):
             beyond = place >= holding.shared and place * self.page_tokens >= deepest
-            if entry.refs == 1 and (beyond or store.is_redundant(entry)):
+            if entry.refs == 1 and (beyond or store.yields(entry)):
                 store.withdraw(entry)
             store.unpin(entry)
         for entry in holding.made:
             store.touch(entry)
+            store.touch_latents(holding.chain.at(entry.position))
         holding.latents, holding.pinned, holding.pending, holding.made = [], [], [], []
         holding.state, holding.moving = (), None
 

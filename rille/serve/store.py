@@ -3,7 +3,7 @@
     free  ->  held by sequences (refs > 0)  ->  stored and evictable (refs = 0)  ->  free
 
 Evicted is what was used longest ago; of things used at one time the one deepest in its chain, since nothing reaches it
-without what lies before it.
+without what lies before it, and a state before the latents that it needs.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ KEPT_IDS = 1 << 20  # of units that were passed, to see where others leave them:
 
 
 class Store:
-    """Entries by hash, over a pool. tier: where evicted ones go. remember: boundaries that are known after their pages
-    are gone."""
+    """Entries by hash, over a pool. page_tokens: latents to a page. tier: where evicted ones go. remember: boundaries
+    that are known after their pages are gone."""
 
-    def __init__(self, num_pages: int, tier: Tier | None = None, remember: int = 1 << 18) -> None:
+    def __init__(self, num_pages: int, page_tokens: int, tier: Tier | None = None, remember: int = 1 << 18) -> None:
         self.pool, self.tier = PagePool(num_pages), tier
         self.watcher: Watcher | None = None
         self.num_evictable = 0  # pages
@@ -67,7 +67,7 @@ class Store:
         self._seen: OrderedDict[bytes, bool] = OrderedDict()
         self._ends: OrderedDict[bytes, list[int]] = OrderedDict()
         self._units: OrderedDict[bytes, array[int]] = OrderedDict()
-        self._num_ids, self._remember = 0, remember
+        self._num_ids, self._remember, self._page_tokens = 0, remember, page_tokens
 
     @property
     def available(self) -> int:
@@ -107,9 +107,16 @@ class Store:
         else:
             self._latents.setdefault(key, []).append(entry)
 
-    def is_redundant(self, entry: Entry) -> bool:
-        """Whether nothing is lost without these latents: no hash finds them, or each finds others too."""
-        return all(len(self._latents[key]) > 1 for key in entry.keys)
+    def yields(self, entry: Entry) -> bool:
+        """Whether nothing is lost without these latents: no hash finds them, or each finds others too, which nobody
+        holds (who does may give them up). Those others count as used now."""
+        others = [next((o for o in self._latents[key] if o is not entry and not o.refs), None) for key in entry.keys]
+        found = [other for other in others if other is not None]
+        if len(found) < len(others):
+            return False
+        for other in found:
+            self.touch(other)
+        return True
 
     def note(self, key: bytes, had_state: bool = False) -> None:
         """Remember that this boundary was there."""
@@ -169,8 +176,14 @@ class Store:
         """Note that it was used now; or, with `last`, that it is the first to go."""
         if entry.refs == 0 and entry.keys:
             entry.stamp = -1 if last else self._now
-            heapq.heappush(self._heap, (entry.stamp, -entry.position, next(self._serial), entry))
+            depth = entry.position + (self._page_tokens if entry.is_state else 0)  # before the latents that it needs
+            heapq.heappush(self._heap, (entry.stamp, -depth, next(self._serial), entry))
             self._shrink_heap()
+
+    def touch_latents(self, key: bytes) -> None:
+        """The same of all latents that a hash finds."""
+        for entry in self._latents.get(key, ()):
+            self.touch(entry)
 
     def _shrink_heap(self) -> None:
         """Drop what was touched again or is gone, once that is most of the heap."""
