@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -125,14 +126,15 @@ def conversations(engine: Engine, words: int, chats: int, turns: int, grows: int
     return {"hit_rate": hits / total, "possible": possible / total, "of_possible": hits / possible, **misses}
 
 
-def speed(engine: Engine, words: int, params: SamplingParams, streams: int) -> dict[str, float]:
-    """Tokens a second of all streams behind their first two tokens, the better of two turns, and what its drafts did.
-    Before the clock every recording is made that the text may need: once with every guess run, once as ever."""
-    turns, odds = [], engine._stepper.odds
+def speed(engine: Engine, words: int, params: Sequence[SamplingParams]) -> dict[str, float]:
+    """Tokens a second of all streams behind their first two tokens, the better of two turns, what its drafts did, and
+    what the engine takes steps without guesses and with all of them for. params: of each stream. Before the clock every
+    recording is made that the text may need: once with every guess run, once as ever."""
+    turns, odds, streams = [], engine._stepper.odds, len(params)
     for turn in range(4):
         odds.fixed = turn == 0
         prompts = [ids(100, words, 3 + n) for n in range(streams)]
-        handles = [engine.submit(Request(prompt=prompt, params=params)) for prompt in prompts]
+        handles = [engine.submit(Request(prompt=prompt, params=p)) for prompt, p in zip(prompts, params, strict=True)]
         while len(engine.scheduler.running) < streams or any(s.num_written < 2 for s in engine.scheduler.running):
             engine.step()
         before, began = engine.stats(), perf_counter()
@@ -143,6 +145,8 @@ def speed(engine: Engine, words: int, params: SamplingParams, streams: int) -> d
             list(handle)
         names = ("steps", "drafts", "drafted", "accepted", "generated_tokens")
         did = {name: getattr(after, name) - getattr(before, name) for name in names}
+        times = {"plain_ms": odds._plain.at(streams), "guessed_ms": odds._guessed.at(streams * (1 + odds.most))}
+        did |= {name: None if time is None else round(1e3 * time, 3) for name, time in times.items()}
         turns.append({"tokens_s": did.pop("generated_tokens") / seconds, **did})
     return max(turns[2:], key=lambda turn: turn["tokens_s"])
 
@@ -171,26 +175,38 @@ def drafts(
     """Tokens a second with prompt lookup over tokens a second without: where text repeats itself (greedy), by chance
     (one of two words follows each) and not at all (drawn from random logits, last: the engine is used to better).
     Layers say next to nothing here, so the text is right whatever a step with drafts does to their states: recorded
-    ones count only after `test_recorded_drafts_agree_with_recorded_steps` on the same card."""
+    ones count only after `test_recorded_drafts_agree_with_recorded_steps` on the same card. Mixed: one stream in eight
+    goes in circles, the others draw at a temperature that makes all words alike."""
     engines = {
         "none": Engine(model, **settings),
         "ngram": Engine(model, **settings, drafter="ngram", recorded_drafts=recorded),
     }
     head, embed, result = model.head_weight.detach().clone(), model.embed.detach().clone(), {}
     cases = [(1, kind) for kind in ("one word", "circles of 17", "circles of 150", "one of two", "random")]
-    for case, (streams, kind) in enumerate([*cases, (crowd, "circles of 17"), (crowd, "random")], 1):
-        write_text(model, head, embed, kind)
-        temperature = {"random": 1.0, "one of two": 0.02}.get(kind, 0.0)
-        params = SamplingParams(max_tokens=count, temperature=temperature, seed=1, ignore_eos=True)
+    crowds = [(crowd, kind) for kind in ("circles of 17", "mixed", "random")]
+    for case, (streams, kind) in enumerate([*cases, *crowds], 1):
+        write_text(model, head, embed, "circles of 17" if kind == "mixed" else kind)
+        heats = [temperature_of(kind, stream) for stream in range(streams)]
+        params = [
+            SamplingParams(max_tokens=count, temperature=heat, seed=stream, ignore_eos=True)
+            for stream, heat in enumerate(heats)
+        ]
         found = {}
         for drafter, engine in engines.items():
             engine.update_weights({}, case)  # nothing is found of the text before
-            found[drafter] = speed(engine, words, params, streams)
+            found[drafter] = speed(engine, words, params)
         plain = found["none"]["tokens_s"]
         figures = {"over_plain": found["ngram"]["tokens_s"] / plain, "plain_tokens_s": plain, **found["ngram"]}
         result[f"{kind}, {streams}"] = figures
         print(f"drafts, {streams} streams, {kind}: {figures}", flush=True)
     return result
+
+
+def temperature_of(kind: str, stream: int) -> float:
+    """At which a stream draws a kind of text."""
+    if kind == "mixed":
+        return 100.0 if stream % 8 else 0.0
+    return {"random": 1.0, "one of two": 0.02}.get(kind, 0.0)
 
 
 def floor_ms(model: K3, streams: int) -> float:
@@ -249,7 +265,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=65_536)
     parser.add_argument("--chats", type=int, default=8)
     parser.add_argument("--only", choices=("drafts",), help="the gate and this part alone")
-    parser.add_argument("--recorded-drafts", action="store_true", help="verify drafts in recorded steps (unproven)")
+    parser.add_argument("--recorded-drafts", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--profile", action="store_true", help="also where a decoding step's time goes, by kernel")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import torch
@@ -100,9 +101,21 @@ def new_graphs(model: K3, pages: Pages, scheduler: Scheduler, config: EngineConf
         raise ValueError("the pool has no page to spare for recorded steps; give more memory, or cuda_graphs False")
     scheduler.cache.reserved = 1
     pages.clear(spare)
-    most = config.draft_length if config.recorded_drafts else 0
-    if most and not can_try(model):
-        raise ValueError("recorded_drafts: no kernel of this device verifies drafts of this model; leave it off")
-    scheduler.takes_copies = not most
     sizes = [size for size, less in zip(SIZES, (0, *SIZES), strict=False) if less < config.max_running]
+    records = config.drafter == "ngram" and config.recorded_drafts and _can_record_drafts(model, pages, sizes[-1])
+    scheduler.takes_copies, most = not records, config.draft_length if records else 0
     return DecodeGraphs(model, pages, spare[0], scheduler.longest, sizes, most)
+
+
+def _can_record_drafts(model: K3, pages: Pages, rows: int) -> bool:
+    """Whether recorded steps may verify drafts; a warning says why not. They need room for the states of all rows."""
+    free = torch.cuda.mem_get_info(pages.device)[0]
+    need = rows * pages.layout.groups * pages.layout.page_bytes
+    if not can_try(model):
+        reason = "no kernel of this device verifies drafts of this model"
+    elif need > free // 2:
+        reason = f"they need {need / 2**30:.2f} GiB beside the pool, and {free / 2**30:.2f} are free"
+    else:
+        return True
+    warnings.warn(f"steps with drafts run op by op, not recorded: {reason}", stacklevel=2)
+    return False

@@ -67,7 +67,7 @@ class Engine:
         drafter: Drafter | str | None = None,
         **settings,
     ) -> None:
-        given = {"drafter": drafter} if isinstance(drafter, str) else {}
+        given = {} if drafter is None else {"drafter": drafter if isinstance(drafter, str) else "none"}
         self.config = replace(config or EngineConfig(), **settings, **given)
         self.model, found = load(checkpoint, self.config)
         self.tokenizer = tokenizer if tokenizer is not None else found

@@ -134,9 +134,13 @@ class Stepper:
         if self._drafter is None:
             return
         decoding = [choice for choice in self._scheduler.running if choice.num_left == 1]
-        self._drafts = self._look(decoding)
+        self._drafts = self._look(decoding) if self._can_verify(decoding) else {}
         for choice in decoding:
             choice.drafts = self._drafts[choice].tokens if choice in self._drafts else ()
+
+    def _can_verify(self, decoding: Sequence[Choice]) -> bool:
+        """Where drafts run in recorded steps alone, the device has to draw for all."""
+        return self._scheduler.takes_copies or all(self.replies[choice].is_free(0) for choice in decoding)
 
     def _look(self, decoding: Sequence[Choice]) -> dict[Choice, Draft]:
         """Guesses for what follows all that is known, where they promise more than they cost."""
