@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
@@ -123,6 +124,8 @@ class RecallConfig(Where):
     def __post_init__(self):
         at_least(self, 1, "lengths", "samples")
         at_least(self, 0, "seed")
+        if not self.tasks:
+            raise ValueError("no tasks; name at least one of palindrome, mqar, stack")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,8 +187,8 @@ class LearnConfig:
         at_least(self, 0, "seed")
         if not 0 < self.enough <= 1:
             raise ValueError(f"enough is {self.enough}; it is a share, above 0 and at most 1")
-        if not self.lr > 0:
-            raise ValueError(f"lr is {self.lr}; it must be above 0")
+        if not 0 < self.lr < inf:
+            raise ValueError(f"lr is {self.lr}; it must be above 0 and finite")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 
@@ -47,9 +48,11 @@ class OptimConfig:
     """Largest norm of the whole gradient; a longer one is scaled down to it."""
 
     def __post_init__(self):
-        for name in ("lr", "eps", "clip"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"optim.{name} is {getattr(self, name)}; it must be above 0")
+        for name in ("lr", "eps"):
+            if not 0 < getattr(self, name) < inf:
+                raise ValueError(f"optim.{name} is {getattr(self, name)}; it must be above 0 and finite")
+        if not self.clip > 0:
+            raise ValueError(f"optim.clip is {self.clip}; it must be above 0 (inf clips nothing)")
         for name in ("warmup_fraction", "decay_fraction", "min_lr_ratio"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"optim.{name} is {getattr(self, name)}; it is a share, from 0 to 1")
@@ -59,8 +62,8 @@ class OptimConfig:
             raise ValueError(f"optim.betas are {self.betas}; both must be at least 0 and below 1")
         if self.qk_clip is not None and not self.qk_clip > 0:
             raise ValueError(f"optim.qk_clip is {self.qk_clip}; it must be above 0, or none")
-        if not self.weight_decay >= 0:
-            raise ValueError(f"optim.weight_decay is {self.weight_decay}; it must not be negative")
+        if not 0 <= self.weight_decay < inf:
+            raise ValueError(f"optim.weight_decay is {self.weight_decay}; it must be at least 0 and finite")
         if self.schedule == "wsd" and self.warmup_fraction + self.decay_fraction > 1:
             shares = f"optim.warmup_fraction {self.warmup_fraction} and optim.decay_fraction {self.decay_fraction}"
             raise ValueError(f"{shares} exceed 1 together")

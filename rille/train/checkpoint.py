@@ -128,7 +128,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """Weights, optimiser state and random state of a checkpoint."""
     try:
         return load_file(path / TENSORS)
-    except SafetensorError as error:
+    except (SafetensorError, FileNotFoundError) as error:
         raise damaged(path / TENSORS, path, str(error)) from None
 
 

@@ -249,14 +249,18 @@ def look(run: Run, work: Work) -> dict[str, float]:
 
 
 def checkpoint(run: Run) -> None:
-    """Save every so often, at the end, and when a signal or the clock asks for the end."""
+    """Save every so often, at the end, and when a signal or the clock asks for the end.
+
+    A wish that comes after the question is obeyed if there is a checkpoint of this step, else after the next one.
+    """
     last, stops = run.step == run.config.steps, run.stop.wanted
+    saves = last or stops or run.step % run.config.checkpoint_every == 0
     run.saver.check()
-    if last or stops or run.step % run.config.checkpoint_every == 0:
-        if run.config.save_in_background and not (last or stops):
-            run.saver.start(run)
-        else:
-            run.saver.wait()
-            save_checkpoint(run)
-    if (stops or run.stop.wanted) and not last:
+    if saves and run.config.save_in_background and not (last or stops):
+        run.saver.start(run)
+    elif saves:
+        run.saver.wait()
+        save_checkpoint(run)
+    if saves and not last and run.stop.wanted:
+        run.saver.wait()  # what says that it is saved has seen it written
         raise Interrupted(run.step, run.stop)

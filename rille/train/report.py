@@ -73,6 +73,7 @@ def report(config: ReportConfig) -> Path:
         for name, (_, picture) in drawn.items():
             write_whole(folder / f"{name.lower().replace(' ', '-')}.svg", picture)
     out = Path(config.out) if config.out is not None else Path(config.run) / PAGE
+    out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(out, page(runs[0], drawn))
     return out
 
@@ -82,8 +83,11 @@ def recorded(directory: Path) -> Recorded:
     rows = read_metrics(directory / METRICS)
     if not rows:
         raise ValueError(f"{directory} holds no steps of a run ({METRICS}); name a directory that rille train wrote")
-    settings = directory / SETTINGS
-    known = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
+    settings, known = directory / SETTINGS, {}
+    try:
+        known = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{settings} is damaged ({error}); move it away to draw the run without it") from None
     return Recorded(directory.name or str(directory), rows, read_metrics(directory / INSPECTIONS), known)
 
 
@@ -98,14 +102,15 @@ def pictures(runs: list[Recorded]) -> Iterator[tuple[str, str, Figure]]:
     if any(value for row in first.rows for name, value in row.items() if name.startswith("dead_experts/")):
         text = "Experts of each layer that no token of a step went to (means where steps are many)."
         yield "Dead experts", text, plots.dead(first.rows)
-    if first.looks and first.looks[-1]["expert_load"]:
+    if first.looks and first.looks[-1].get("expert_load"):
         text = f"Tokens that each expert got in step {first.looks[-1]['step']}, by layer, in shares of the mean."
         yield "Expert load", text, plots.loads(first.looks[-1])
-    if first.looks and first.looks[-1]["attn_res"]:
+    if first.looks and first.looks[-1].get("attn_res"):
         text = f"Mean weight of each source at each site on held-out text, after step {first.looks[-1]['step']}."
         yield "Attention Residuals", text, plots.attention(first.looks[-1])
-    seen = [(run.name, run.looks) for run in runs if run.looks]
-    if first.looks:
+    seen = [(run.name, [look for look in run.looks if look.get("output_rms")]) for run in runs]
+    seen = [(name, looks) for name, looks in seen if looks]
+    if seen:
         text = "RMS of what attention (solid) and feed-forward (dashed) of each layer add, on held-out text."
         yield "Output RMS", text, plots.sizes(seen)
     yield "Gradient norms", "Before clipping, by kind of parameter, and all together.", plots.norms(first.rows)
@@ -120,11 +125,12 @@ def summary(run: Recorded) -> list[tuple[str, str]]:
     lines = [("steps", f"{last['step']:,}"), ("tokens", f"{sum(row.get('targets', 0) for row in rows):,.0f}")]
     measured = [row for row in rows if row.get("held_out_loss") is not None]
     for name in ("loss", *(name for name in last if name.startswith("loss/"))):
-        lines.append((name, _number(last[name])))
+        lines.append((name, _number(last.get(name))))
     for name in [name for name in (measured[-1] if measured else {}) if name.startswith("held_out_loss")]:
         lines.append((name.replace("_", " "), f"{_number(measured[-1][name])} after step {measured[-1]['step']:,}"))
     lines += [(name, f"{last[name]:.2f}") for name in last if name.startswith("epochs/")]
-    lines.append(("tokens a second", f"{median(row['tokens_per_second'] for row in rows):,.0f} (median)"))
+    if speeds := [row["tokens_per_second"] for row in rows if row.get("tokens_per_second") is not None]:
+        lines.append(("tokens a second", f"{median(speeds):,.0f} (median)"))
     if mfu := [row["mfu"] for row in rows if row.get("mfu") is not None]:
         lines.append(("MFU", f"{median(mfu):.1%} (median)"))
     lines.append(("memory", f"{max(row.get('memory_gib', 0.0) for row in rows):.2f} GiB at most"))

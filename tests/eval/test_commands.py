@@ -54,6 +54,8 @@ def test_every_verb_explains_itself(verb, capsys):
         (["eval", "held-out", "nowhere", "--context", "0"], "context is 0; it must be at least 1"),
         (["eval", "needle", "nowhere", "--depths", "2"], "depths are (2.0,)"),
         (["eval", "harness", "nowhere", "--tasks", "arc_easy", "--limit", "0"], "limit 0"),
+        (["eval", "recall", "nowhere", "--tasks"], "no tasks; name at least one"),
+        (["eval", "learn", "mqar", "--lr", "inf"], "lr is inf; it must be above 0 and finite"),
         (["eval", "learn", "mqar", "--symbols", "8"], "has 16 pairs, of 4 keys"),
         (["study", "attnres"], "unknown study 'attnres'; did you mean 'attnres-tiny'?"),
         (["study", "attnres-tiny", "--steps", "0"], "steps is 0; it must be at least 1"),

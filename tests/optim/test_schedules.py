@@ -60,7 +60,10 @@ def test_short_runs_stay_within_peak_and_floor(schedule, total: int, shares: tup
     [
         {"lr": 0.0},
         {"lr": float("nan")},
+        {"lr": float("inf")},
         {"eps": -1e-8},
+        {"eps": float("inf")},
+        {"weight_decay": float("inf")},
         {"clip": 0.0},
         {"warmup_fraction": 1.5},
         {"decay_fraction": -0.1},

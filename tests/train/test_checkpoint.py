@@ -68,6 +68,14 @@ def test_damage_is_named(tmp_path, name):
         restore(run, path)
 
 
+def test_weights_that_are_gone_are_named(tmp_path):
+    run = small_run(tmp_path)
+    path = save_checkpoint(run)
+    (path / "training" / "state.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"state\.safetensors is damaged .*; remove .*step-000000 to go on"):
+        restore(run, path)
+
+
 def test_the_newest_are_kept(tmp_path):
     run = small_run(tmp_path, keep=2)
     for run.step in (1, 2, 3, 1000000):

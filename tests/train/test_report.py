@@ -85,6 +85,17 @@ def test_a_run_that_has_only_begun(tmp_path):
     assert "not finite" in report(ReportConfig(run=str(tmp_path))).read_text()
 
 
+def test_rows_and_looks_that_lack_what_others_have(tmp_path):
+    """Of a run of another version: what is known is drawn."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "loss": 5.0}\n{"step": 3}\n')
+    (tmp_path / "inspections.jsonl").write_text('{"step": 2}\n')
+    page = report(ReportConfig(run=str(tmp_path), out=str(tmp_path / "pages" / "one.html"))).read_text()
+    assert "<h2>Loss</h2>" in page and "<h2>Output RMS</h2>" not in page
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(ValueError, match=r"run.json is damaged .*; move it away"):
+        report(ReportConfig(run=str(tmp_path)))
+
+
 @pytest.mark.parametrize("name", ["absent", "."])
 def test_a_directory_without_a_run(tmp_path, name, capsys):
     assert cli.main(["report", str(tmp_path / name)]) == 2

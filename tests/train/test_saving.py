@@ -12,7 +12,7 @@ from rille.train import checkpoint, loop
 from rille.train.guard import GuardConfig
 from rille.train.metrics import read_metrics
 from rille.train.pretrain import pretrain
-from rille.train.stopping import Diverged
+from rille.train.stopping import Diverged, Interrupted, Stop
 from tests.train.small import small_config
 
 
@@ -90,3 +90,27 @@ def test_an_error_of_the_run_waits_for_the_checkpoint(tmp_path, monkeypatch):
     with pytest.raises(Diverged):
         pretrain(config)
     assert [step for step, _ in step_checkpoints(tmp_path / "run")] == [1]
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("at", [1, 2, 3, 4, 5])
+def test_a_wish_that_comes_at_any_moment_of_saving_finds_its_step_saved(tmp_path, monkeypatch, background, at):
+    """The loop asks several times a step whether it shall end; the answer turns to yes at one of these times."""
+    asked = iter(range(1, 1000))
+    monkeypatch.setattr(Stop, "wanted", property(lambda self: next(asked) >= at))
+    config = small_config(tmp_path, steps=9, checkpoint_every=2, keep=9, save_in_background=background)
+    with pytest.raises(Interrupted) as stopped:
+        pretrain(config)
+    assert [step for step, _ in step_checkpoints(tmp_path / "run")][-1] == stopped.value.step < 9
+
+
+def test_who_is_told_to_stop_hears_of_a_checkpoint_that_failed(tmp_path, monkeypatch):
+    asked = iter([False, True])
+    monkeypatch.setattr(Stop, "wanted", property(lambda self: next(asked)))
+
+    def full(pending, path):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(checkpoint, "save_shard", full)
+    with pytest.raises(OSError, match="No space left"):
+        pretrain(small_config(tmp_path, steps=4, checkpoint_every=1, save_in_background=True))
