@@ -2,7 +2,7 @@
 
 Saved by the forward pass: the op's inputs, T in two digits, A. Made again here, because they are larger and cheap:
 
-    prepare   q 2^G, k 2^G, beta k 2^(Gc-G), sums of the decay, norms
+    prepare   q 2^G, k 2^G, beta k 2^(Gc-G) in two digits, sums of the decay, norms
     states    S before each chunk, U                       first chunk to last
     reverse   dV, the gradient of the state after each chunk      last chunk to first
     local     dq, dk, dz, db; each chunk's part of ddt_bias and dA_log
@@ -36,7 +36,7 @@ class Prepared(NamedTuple):
 
     q_start_MHCK: Tensor  # q 2^G, normalised and scaled
     k_start_MHCK: Tensor  # -k 2^G, normalised
-    k_end_MHCK: Tensor  # beta k 2^(Gc-G), normalised
+    k_end_DMHCK: Tensor  # beta k 2^(Gc-G), normalised, in as many digits as T; `states` alone reads the second
     decay_MHK: Tensor  # 2^Gc
     totals_MH4K: Tensor  # log2-decay summed over each tile of 16 rows
     norms_MH4C: Tensor  # what normalises q (without K^-0.5), and k; beta; room for sum_V dV v
@@ -98,7 +98,7 @@ def backward(
     do_NHV = packed_heads(do_NHV)
     if inputs.spans_M2.shape[0] * inputs.q_NHK.shape[1] == 0:
         return without_tokens(inputs, dfinal_SHVK)
-    prepared = prepare(inputs)
+    prepared = prepare(inputs, digits=t_DMHCC.shape[0])
     walked = inputs
     if cut is not None:
         walked, dfinal_SHVK = segments_as_sequences(inputs, prepared, t_DMHCC, a_MHCC, do_NHV, dfinal_SHVK, cut)
@@ -124,7 +124,7 @@ def segments_as_sequences(
 ) -> tuple[Inputs, Tensor]:
     """Inputs of the two passes, in which each segment is a sequence with its own initial state, and the gradients of
     the states after segments."""
-    operands = (t_DMHCC, a_MHCC, prepared.q_start_MHCK, prepared.k_start_MHCK, prepared.k_end_MHCK)
+    operands = (t_DMHCC, a_MHCC, prepared.q_start_MHCK, prepared.k_start_MHCK, prepared.k_end_DMHCK)
     gradients = (prepared.decay_MHK, cut.segments, cut.transitions_PHKK, dfinal_SHVK)
     dafter_GHVK = border_gradients(operands, do_NHV, *gradients)
     indices = dict(starts=cut.segments.starts_G1, order_S=cut.segments.order_G, first_S=cut.segments.first_G)
@@ -141,10 +141,10 @@ def without_tokens(inputs: Inputs, dfinal_SHVK: Tensor | None) -> Gradients:
     return Gradients._make([*zeros, *parameters, dinitial_SHVK])
 
 
-def prepare(inputs: Inputs) -> Prepared:
+def prepare(inputs: Inputs, digits: int) -> Prepared:
     q_NHK, k_NHK, z_NHK = inputs.q_NHK, inputs.k_NHK, inputs.z_NHK
     (_, H, K), M, dtype = q_NHK.shape, inputs.spans_M2.shape[0], operand_type(q_NHK)
-    rows = [q_NHK.new_empty(M, H, CHUNK, K, dtype=dtype) for _ in range(3)]
+    rows = [q_NHK.new_empty(*size, H, CHUNK, K, dtype=dtype) for size in ((M,), (M,), (digits, M))]
     numbers = [q_NHK.new_empty(M, H, *size, dtype=torch.float32) for size in ((K,), (4, K), (4, CHUNK))]
     prepared = Prepared(*rows, *numbers)
     arguments = (
@@ -152,7 +152,7 @@ def prepare(inputs: Inputs) -> Prepared:
         ones_of_half(q_NHK.device, dtype), *prepared,
         *(x.stride(0) for x in (q_NHK, k_NHK, z_NHK, inputs.b_NH)), inputs.lower_bound or 0.0, K**-0.5,
     )  # fmt: skip
-    shape = dict(H=H, K=K, BOUNDED=inputs.lower_bound is not None, **types(dtype), num_warps=K // 16)
+    shape = dict(H=H, K=K, BOUNDED=inputs.lower_bound is not None, **types(dtype), DIGITS=digits, num_warps=K // 16)
     launch(prepare_kernel, M * H, arguments, **shape)
     return prepared
 
@@ -162,15 +162,15 @@ def states(inputs: Inputs, prepared: Prepared, t_DMHCC: Tensor) -> tuple[Tensor,
     v_NHV, initial_SHVK = inputs.v_NHV, inputs.initial_SHVK
     (_, H, V), (M, _, K), dtype = v_NHV.shape, prepared.decay_MHK.shape, t_DMHCC.dtype
     u_MHCV, states_MHVK = (v_NHV.new_empty(M, H, *size, dtype=dtype) for size in ((CHUNK, V), (V, K)))
-    block, num_warps, stages = value_block(V, inputs.first_S.shape[0] * H, multiprocessors(v_NHV.device))
-    tiles = [rows_of(x, CHUNK) for x in (t_DMHCC, prepared.k_start_MHCK, prepared.k_end_MHCK)]
+    block, num_warps = value_block(V, inputs.first_S.shape[0] * H, multiprocessors(v_NHV.device))
+    tiles = [rows_of(x, CHUNK) for x in (t_DMHCC, prepared.k_start_MHCK, prepared.k_end_DMHCK)]
     arguments = (
         *tiles, identity(v_NHV.device, dtype),
         v_NHV, prepared.decay_MHK, rows_of(u_MHCV, CHUNK, block), rows_of(states_MHVK, block),
         inputs.starts, inputs.order_S, inputs.first_S,
         initial_SHVK.contiguous() if initial_SHVK is not None else None, v_NHV.stride(0), M * H,
     )  # fmt: skip
-    shape = dict(H=H, K=K, V=V, BV=block, **types(dtype), DIGITS=t_DMHCC.shape[0], STAGES=stages, num_warps=num_warps)
+    shape = dict(H=H, K=K, V=V, BV=block, **types(dtype), DIGITS=t_DMHCC.shape[0], STAGES=2, num_warps=num_warps)
     launch(states_kernel, inputs.first_S.shape[0] * H * (V // block), arguments, **shape)
     return u_MHCV, states_MHVK
 
@@ -186,7 +186,7 @@ def reverse(
     dinitial_SHVK = None
     if inputs.initial_SHVK is not None:
         dinitial_SHVK = do_NHV.new_empty(S, H, V, K, dtype=torch.float32)
-    block, num_warps, _ = value_block(V, S * H, multiprocessors(do_NHV.device))
+    block, num_warps = value_block(V, S * H, multiprocessors(do_NHV.device))
     tiles = [rows_of(x, CHUNK) for x in (t_DMHCC, a_MHCC, *prepared[:3])]
     arguments = (
         *tiles, do_NHV, prepared.decay_MHK, dv_NHV, rows_of(dstates_MHVK, block),
@@ -227,11 +227,11 @@ def local(
     return Gradients(dq_NHK, dk_NHK, dv_NHV, dz_NHK, db_NH, dA_log, dbias_MHK.sum(0), dinitial_SHVK)
 
 
-def value_block(V: int, programs: int, multiprocessors: int) -> tuple[int, int, int]:
-    """Value channels a program, warps, stages of the loads of `states`; `reverse` has room for two."""
+def value_block(V: int, programs: int, multiprocessors: int) -> tuple[int, int]:
+    """Value channels and warps a program of `states` and `reverse`. Shared memory has room for two stages of loads."""
     if V == 64 or programs * (V // 64) <= multiprocessors:
-        return 64, 4, 3
-    return 128, 8, 2
+        return 64, 4
+    return 128, 8
 
 
 @lru_cache

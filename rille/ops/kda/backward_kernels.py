@@ -1,10 +1,10 @@
 """Kernels of the KDA backward that make states and their gradients: `prepare`, `states`, `reverse`. `chunk_backward.py`
 is the same algebra in PyTorch; `backward_local.py` has the kernel that follows.
 
-    prepare   one program a chunk and head: Q = q 2^G, -k 2^G, E = b k 2^(Gc-G), 2^Gc, and norms of q and k
+    prepare   one program a chunk and head: Q = q 2^G, -k 2^G, E = b k 2^(Gc-G) and Elow, 2^Gc, and norms of q and k
     states    one program a sequence, head and block of value channels, first chunk to last: S before each chunk, U
 
-                  r = v^T - S (k 2^G)^T          u = r (T + Tlow)^T          S <- S 2^Gc + u E
+                  r = v^T - S (k 2^G)^T          u = r (T + Tlow)^T          S <- S 2^Gc + u (E + Elow)
 
     reverse   the same programs, last chunk to first: dV, the gradient D of the state after each chunk and of the first
 
@@ -12,7 +12,7 @@ is the same algebra in PyTorch; `backward_local.py` has the kernel that follows.
 
 States, u, du, dv are value-first, so that the left operand of every product with them comes from registers: a rounded
 accumulator has the layout of one. r is formed before T meets it: where the state already predicts v, T v - (T k 2^G) S
-would be a small difference of two rounded numbers.
+would be a small difference of two rounded numbers. Low are second digits: what rounding to bf16 took off.
 
 Suffixes: C = 64 rows of a chunk, K key channels, V value channels, BV value channels of a program. Rows of a tail that
 hold no token are loaded as zeros, and every operand in chunk layout is zero there.
@@ -82,7 +82,7 @@ def prepare_kernel(
     ones_ptr,  # [3, 32, 32]: identity, anchors of a half transposed; the third is not used here
     q_out_ptr,  # [M, H, C, K]: q 2^G
     k_start_ptr,  # [M, H, C, K]: -k 2^G
-    k_end_ptr,  # [M, H, C, K]: b k 2^(Gc-G)
+    k_end_ptr,  # [DIGITS, M, H, C, K]: b k 2^(Gc-G), and what rounding it took off
     decay_ptr,  # fp32 [M, H, K]: 2^Gc
     totals_ptr,  # fp32 [M, H, 4, K]: log2-decay summed over each tile
     norms_ptr,  # fp32 [M, H, 4, C]: what normalises q (without the scale K^-0.5), and k; beta; room for a sum
@@ -97,6 +97,7 @@ def prepare_kernel(
     BOUNDED: tl.constexpr,
     OPERAND: tl.constexpr,
     INTERPRET: tl.constexpr,
+    DIGITS: tl.constexpr,
 ):
     """Tiles are transposed, [K, 32], one half of the chunk at a time: sums over rows stay within a thread or four."""
     C: tl.constexpr = tl.constexpr(64)
@@ -157,15 +158,19 @@ def prepare_kernel(
         b = tl.load(b_ptr + (start + place) * b_stride + h, mask=place < count, other=0.0).to(tl.float32)
         beta = reciprocal(1.0 + exp2(b * -LOG2E, INTERPRET), INTERPRET)
         tl.store(norms_ptr + out * (4 * C) + 2 * C + place, beta)
-        k *= beta[None, :]
-        tl.store(k_end_ptr + at, tl.trans((k * exp2(tl.minimum(to_end[:, None] - x, 0.0), INTERPRET)).to(OPERAND)))
+        k_end = k * beta[None, :] * exp2(tl.minimum(to_end[:, None] - x, 0.0), INTERPRET)
+        rounded = factor(k_end, OPERAND, INTERPRET)
+        tl.store(k_end_ptr + at, tl.trans(rounded.to(OPERAND)))
+        if DIGITS == 2:
+            at_low = k_end_ptr + tl.num_programs(0).to(tl.int64) * (C * K) + at
+            tl.store(at_low, tl.trans((k_end - rounded.to(tl.float32)).to(OPERAND)))
 
 
 @triton.jit
 def states_kernel(
     t_desc,  # [DIGITS * M * H * C, C]
     k_start_desc,  # [M * H * C, K]: -k 2^G
-    k_end_desc,  # [M * H * C, K]: b k 2^(Gc-G)
+    k_end_desc,  # [DIGITS * M * H * C, K]: b k 2^(Gc-G)
     identity_ptr,  # [C, C]
     v_ptr,  # [N, H, V], with any stride between tokens
     decay_ptr,  # fp32 [M, H, K]
@@ -176,7 +181,7 @@ def states_kernel(
     first_ptr,  # int64 [S]: first chunk of each sequence
     initial_ptr,  # [S, H, V, K] or None
     v_stride,
-    tiles,  # M * H: from a tile of T to its low bits
+    tiles,  # M * H: from a tile of T or of b k 2^(Gc-G) to its low bits
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -225,7 +230,11 @@ def states_kernel(
             u = tl.dot(r, tl.trans(t), tl.dot(r, tl.trans(low))).to(OPERAND)
         else:
             u = tl.dot(r, tl.trans(t)).to(OPERAND)
-        state = tl.dot(operand(u, OPERAND, INTERPRET), k_end, state * decay[None, :])
+        state *= decay[None, :]
+        if DIGITS == 2:
+            low = operand(k_end_desc.load([(tiles + tile) * C, 0]), OPERAND, INTERPRET)
+            state = tl.dot(operand(u, OPERAND, INTERPRET), low, state)
+        state = tl.dot(operand(u, OPERAND, INTERPRET), k_end, state)
         u_desc.store([tile * C, block], tl.trans(u))
 
 
