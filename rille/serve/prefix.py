@@ -1,9 +1,9 @@
 """The prefix cache: what of a prompt need not be computed again. No torch here.
 
-To go on after b tokens a sequence needs the latents of all b and the state of every KDA group after exactly b;
-`lookup.py` finds them. What was matched is pinned before anything is allocated. Whole pages are shared; a page on which
-the sequence will write is copied, and so is the state: what is stored is never written. Nothing can match before the
-step that wrote it is over (`landed`). All lengths and positions are tokens. Source: Kimi K3 report section 5.4.
+To go on after b tokens takes the latents of all b and the state of every KDA group after exactly b; `lookup.py` finds
+them. What was matched is pinned before anything is allocated. Whole pages are shared; a page on which the sequence will
+write is copied, and so is the state: what is stored is never written. Nothing can match before the step that wrote it
+is over (`landed`). All lengths and positions are tokens. Source: Kimi K3 report section 5.4.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ class Holding:
     first pages of latents, which others may have too. registered: tokens that others can find. pinned: what the copies
     of this step read; pending: checkpoints whose copies have not landed; made: checkpoints that it went on from or
     left; moving: the one that the next of the reply replaces. reach: tokens that its state has consumed when all that
-    was launched is over, if more than `length`. is_private: computed with the weights of two versions, nothing of it
-    may match.
+    was launched is over, if more than `length`. is_private: of two versions of the weights, so nothing may match.
     """
 
     chain: Chain
@@ -178,6 +177,7 @@ class PrefixCache:
                 copies += self._own_page(holding, source, next(fresh), match.resumed)
             else:
                 assert isinstance(source, Entry)
+                source.uses += 1
                 holding.latents.append(source)
         return holding, copies + self._own_state(holding, match.checkpoint)
 
@@ -358,7 +358,7 @@ class PrefixCache:
         store.pool.give(holding.state)
         deepest = self._deepest_state(holding)
         for place, entry in enumerate(holding.latents):
-            beyond = place >= holding.shared and place * self.page_tokens >= deepest
+            beyond = not entry.uses and place * self.page_tokens >= deepest
             if entry.refs == 1 and (beyond or store.yields(entry)):
                 store.withdraw(entry)
             store.unpin(entry)

@@ -25,7 +25,7 @@ from rille.serve.tier import Tier
 class Entry:
     """Latents of one page, or a checkpoint: the state of all groups after `position` tokens, which lives and goes as
     one. keys: what finds it; none: nothing does. refs: sequences that use it now. stamp: when it was last used; uses:
-    how often a sequence went on from it."""
+    how often a sequence went on from it, or with it."""
 
     pages: tuple[int, ...]
     position: int
