@@ -115,6 +115,7 @@ class Stepper:
         return True
 
     def _finish_times(self, step: Step, seconds: float | None) -> None:
+        """For a step whose tokens were counted already."""
         if self._config.poison:
             self._pages.poison(self._scheduler.cache.store.pool.free_pages())
         if seconds is None:
@@ -122,7 +123,7 @@ class Stepper:
         if any(part.count > 1 for part in step.parts):
             self._scheduler.note_rate(step, seconds)
         elif self._drafter is not None:
-            self.odds.note_time(len(step.parts), step.num_tokens, seconds)
+            self.odds.note_time(len(step.parts), self._totals.batch_tokens, seconds)
 
     @property
     def _watches(self) -> bool:
