@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from rille.data.arrays import save_array
 from rille.data.build_config import BuildConfig
 from rille.data.dataset import FORMAT, MANIFEST, is_dataset
 from rille.data.duplicates import EQUAL, KEPT, NEAR, Pair, find_duplicates
@@ -59,12 +60,22 @@ def build_dataset(config: BuildConfig, *, note: Note = print, steps: Steps | Non
         return out
     workers = config.workers or os.cpu_count() or 1
     request = _claim(partial, config)
-    with _alone_in(partial):
+    with _advising(partial), _alone_in(partial):
         if not (partial / MANIFEST).exists():
             _make(config, request, partial, workers, note, steps or NoSteps())
         _tidy(partial)
         os.rename(partial, out)
     return out
+
+
+@contextmanager
+def _advising(partial: Path) -> Iterator[None]:
+    """A fault of the machine says where the build stands and how it goes on."""
+    try:
+        yield
+    except OSError as error:
+        error.add_note(f"{partial} holds what is done; the same command goes on from there")
+        raise
 
 
 @contextmanager
@@ -252,7 +263,8 @@ def _write_held_out(spool: Spool, held: np.ndarray, ranks: list[int], partial: P
     for text_bytes, ids in encoded(encoder, map(spool.text, held.tolist())):
         writer.add(ids, text_bytes)
     (partial / "held_out.json").write_text(json.dumps(writer.finish()), encoding="utf-8")
-    np.save(partial / "held_out.domains.npy", np.array([ranks[spool.place(n)[0]] for n in held.tolist()], np.uint16))
+    domains = np.array([ranks[spool.place(n)[0]] for n in held.tolist()], np.uint16)
+    save_array(partial / "held_out.domains.npy", domains)
 
 
 def _report_facts(
@@ -286,7 +298,8 @@ def _finish(config: BuildConfig, request: dict, partial: Path, chunks: list[dict
         raise ValueError("no document is left to train on; give more text")
     tokenizer = load_tokenizer(partial)
     held = json.loads((partial / "held_out.json").read_text(encoding="utf-8"))
-    np.save(partial / "counts.npy", sum(np.load(file) for file in sorted(train.glob("*.counts.npy"))))
+    counts = sum(np.load(file) for file in sorted(train.glob("*.counts.npy")))
+    save_array(partial / "counts.npy", np.asarray(counts))
     digests = [shard["digest"] for stream in streams for shard in stream["shards"]]
     manifest = {
         "format": FORMAT,

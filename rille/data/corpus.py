@@ -28,6 +28,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from rille.data.arrays import save_array
 from rille.data.config import DataConfig
 from rille.data.sources import Document, Note, read_documents
 from rille.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
@@ -254,7 +255,7 @@ def _write(directory: Path, sides: Iterable[list[Document]], tokenizer: Tokenize
     manifest: dict = {"request": request}
     for side, documents in zip(SIDES, sides, strict=True):
         boundaries = _write_tokens(partial / f"{side}.tokens", documents, tokenizer)
-        np.save(partial / f"{side}.boundaries.npy", boundaries)
+        save_array(partial / f"{side}.boundaries.npy", boundaries)
         manifest[side] = {"documents": len(documents), "targets": int(boundaries[-1])}
     (partial / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     os.rename(partial, directory)

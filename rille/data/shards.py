@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from rille.data.arrays import save_array, write_array
 from rille.data.encode import Encoder
 from rille.data.spool import texts_of
 from rille.text.tokenizer import load_tokenizer
@@ -57,7 +58,7 @@ class ShardWriter:
         """Give both files their names; returns what the manifest says of them."""
         boundaries = np.cumsum(self._lengths, dtype=np.int64)
         with open(f"{self._base}.boundaries.npy.partial", "wb") as stream:
-            np.save(stream, boundaries)
+            write_array(stream, boundaries)
             _sync(stream)
         _sync(self._file)
         self._file.close()
@@ -105,7 +106,7 @@ def encode_chunk(task: EncodeTask) -> dict[str, Any]:
         writers[kind].add(ids, text_bytes)
         counts += np.bincount(ids, minlength=len(counts))
         counts[encoder.eos_id] += 1
-    np.save(f"{task.base}.counts.npy", counts)
+    save_array(Path(f"{task.base}.counts.npy"), counts)
     facts = {kind: writers[kind].finish() for kind in sorted(writers)}
     partial = Path(f"{task.base}.json.partial")
     with open(partial, "w", encoding="utf-8") as stream:

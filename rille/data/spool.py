@@ -22,6 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from rille.data.arrays import write_array
+
 ROW = np.dtype([("length", "<i8"), ("high", "<u8"), ("low", "<u8")])
 SIGNATURE = 128
 
@@ -68,7 +70,7 @@ class ChunkWriter:
 
     def _save(self, array: np.ndarray, kind: str) -> None:
         stream = self._file(f"{kind}.partial").open("wb")
-        np.save(stream, array)
+        write_array(stream, array)
         self._flush(stream, kind)
 
     def _flush(self, stream, kind: str) -> None:

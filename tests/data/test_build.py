@@ -25,6 +25,7 @@ from rille.data.dataset import Dataset
 from rille.data.report import read_report
 from rille.data.shards import check_shards
 from tests.data.sets import build, essay, texts_of, tokenizer_in, write_jsonl
+from tests.train.small import largest_file
 
 TOP = Path(__file__).resolve().parent.parent.parent
 words = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=30)
@@ -320,6 +321,17 @@ def test_filters_are_checked_before_work(tmp_path: Path):
     )
     with pytest.raises(ValueError, match=r"none\.npz does not exist"):
         build_dataset(config)
+
+
+def test_a_full_disk_says_how_the_build_goes_on(tmp_path: Path):
+    whole = build(tmp_path, {"a": [essay(seed) for seed in range(40)]}, similarity=1.0)
+    settings = {**whole.manifest["request"]["settings"], "out": str(tmp_path / "again")}
+    asked = BuildConfig(**{**settings, "language": FilterConfig(), "quality": FilterConfig(), "workers": 1})
+    with largest_file(20_000), pytest.raises(OSError) as error:
+        build_dataset(asked)
+    note = f"{tmp_path / 'again.partial'} holds what is done; the same command goes on from there"
+    assert error.value.__notes__ == [note]
+    assert Dataset(build_dataset(asked)).digest == whole.digest
 
 
 def test_manifest_is_plain_json(tmp_path: Path):
