@@ -5,6 +5,8 @@ bounds.
 
 from __future__ import annotations
 
+from math import log
+
 import pytest
 import torch
 from torch import Tensor
@@ -41,10 +43,15 @@ def states(packing: Packing, inputs: list[Tensor]) -> Tensor:
 
 
 def assert_equals_reference(
-    inputs: list[Tensor], gate: Gate, lengths: tuple[int, ...], error: float = ERROR, stateful: bool = True
+    inputs: list[Tensor],
+    gate: Gate,
+    lengths: tuple[int, ...],
+    error: float = ERROR,
+    stateful: bool = True,
+    scale: float = 1.0,
 ) -> None:
     packing = Packing.of(lengths, device=DEVICE)
-    state = states(packing, inputs) if stateful else None
+    state = scale * states(packing, inputs) if stateful else None
     exact = kda(*(x.double() for x in inputs), gate, packing, state, backend="reference")
     got = kda(*inputs, gate, packing, state, backend="triton")
     assert got[0].dtype == inputs[2].dtype
@@ -59,9 +66,10 @@ def test_packed_sequences(bound: float | None) -> None:
     assert_equals_reference(*draw(PACKED, bound=bound), PACKED)
 
 
+@pytest.mark.parametrize("bound", [-5.0, None])
 @pytest.mark.parametrize(("K", "V"), [(128, 128), (64, 256), (128, 64)])
-def test_widths(K: int, V: int) -> None:
-    assert_equals_reference(*draw((70, 3), H=1, K=K, V=V), (70, 3), stateful=V != 128)
+def test_widths(K: int, V: int, bound: float | None) -> None:
+    assert_equals_reference(*draw((70, 3), H=1, K=K, V=V, bound=bound), (70, 3), stateful=V != 128)
 
 
 def bimodal(*shape: int) -> Tensor:
@@ -87,6 +95,29 @@ def test_extreme_gates(name: str, bound: float | None) -> None:
     assert_equals_reference(inputs, plain, (130,))
 
 
+TOKEN = torch.arange(130)[:, None, None]
+RESETS = {
+    "logits of 12, shut": (torch.tensor(12.0), 16.0),
+    "logits of 12 by token": (bimodal(130, 1, 1), 16.0),
+    "logits of 12": (bimodal(130, 1, 64), 16.0),
+    "one reset": (torch.where(TOKEN == 37, 1e6, -12.0), 1.0),
+    "a reset in each block of 8": (torch.where(TOKEN % 8 == 2, 40.0, -1.0), 1.0),
+    "all but one token in each block of 8": (torch.where(TOKEN % 8 == 5, -1.0, 40.0), 1.0),
+    "almost as far as the cut": (torch.tensor(19.0), 1.0),
+}
+
+
+@pytest.mark.parametrize("name", RESETS)
+def test_a_decay_cut_off_is_lost_in_rounding(name: str) -> None:
+    """Against the softplus gate as it is, which goes on below 2^-28, with old states 100 times as large as what is
+    written: what 2^-28 of them adds is less than fp32's rounding."""
+    inputs, gate = draw((130,), H=1, bound=None)
+    z, rate = RESETS[name]
+    inputs[3] = z.to(DEVICE, DTYPE).expand_as(inputs[3]).contiguous()
+    gate = Gate(torch.full_like(gate.A_log, log(rate)), torch.zeros_like(gate.dt_bias), None)
+    assert_equals_reference(inputs, gate, (130,), scale=100.0)
+
+
 @pytest.mark.parametrize("spread", [0.0, 0.05])
 def test_repeated_keys_with_weak_decay_and_full_writes(spread: float) -> None:
     inputs, gate = draw((130,), H=1)
@@ -110,10 +141,11 @@ def test_long_memory() -> None:
     assert_equals_reference(inputs, gate, lengths, error=2 * ERROR)
 
 
+@pytest.mark.parametrize("bound", [-5.0, None])
 @pytest.mark.parametrize("place", range(5))
-def test_nan_stays_in_its_sequence(place: int) -> None:
+def test_nan_stays_in_its_sequence(place: int, bound: float | None) -> None:
     lengths = (30, 70, 40)
-    inputs, gate = draw(lengths)
+    inputs, gate = draw(lengths, bound=bound)
     packing = Packing.of(lengths, device=DEVICE)
     clean, clean_final = kda(*inputs, gate, packing, backend="triton")
     inputs[place][30:100] = torch.nan
@@ -253,10 +285,13 @@ def test_ring_equals_its_twin(block: tuple[int, int, int], monkeypatch: pytest.M
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("bound", [-5.0, None])
 @pytest.mark.parametrize("K", [64, 128])
 @pytest.mark.parametrize(("solved", "digits"), [(False, 1), (False, 2), (True, 1)])
-def test_first_kernel_equals_its_twin(K: int, solved: bool, digits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs, gate = draw(PACKED, K=K, V=128)
+def test_first_kernel_equals_its_twin(
+    K: int, solved: bool, digits: int, bound: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs, gate = draw(PACKED, K=K, V=128, bound=bound)
     arguments = (*inputs[:2], *inputs[3:], gate.A_log, gate.dt_bias, gate.lower_bound)
     spans = Packing.of(PACKED, device=DEVICE).chunks(64).spans
     t_DMHCC = intra(*arguments, spans).t_DMHCC if solved else None

@@ -205,7 +205,7 @@ def intra(
     if M * H:
         heads = [packed_heads(x) for x in (q_NHK, k_NHK, z_NHK)]
         others = (packed_heads(b_NH), A_log, dt_bias.contiguous(), spans_M2)
-        if TILED and lower_bound is not None and all(for_tma(x) for x in heads):
+        if TILED and all(for_tma(x) for x in heads):
             launch_tiles(heads, others, made, lower_bound, solved)
         else:
             launch_intra(heads, others, made, lower_bound, solved)
@@ -217,14 +217,15 @@ def for_tma(x_NHK: Tensor) -> bool:
     return x_NHK.dtype == torch.bfloat16 and x_NHK.stride(0) % 8 == 0 and x_NHK.data_ptr() % 16 == 0
 
 
-def launch_tiles(heads: list[Tensor], others: tuple, made: Intra, lower_bound: float, solved: bool) -> None:
+def launch_tiles(heads: list[Tensor], others: tuple, made: Intra, lower_bound: float | None, solved: bool) -> None:
     from rille.ops.kda.intra_gluon import intra_tile_kernel
 
     (_, H, K), M = heads[0].shape, made.decay_MHK.shape[0]
     squares = (made.t_DMHCC, made.t_DMHCC if solved else made.a_MHCC, made.minus_w_MHCK)
     tiles = (*(heads_of(x, CHUNK, K) for x in heads), *(tiles_of(x, CHUNK) for x in squares))
-    numbers = (others[0].stride(0), lower_bound, K**-0.5)
-    shape = dict(H=H, K=K, SOLVED=solved, DIGITS=made.t_DMHCC.shape[0], num_warps=K // 16, maxnreg=TILE_REGISTERS)
+    numbers = (others[0].stride(0), lower_bound or 0.0, K**-0.5)
+    shape = dict(H=H, K=K, BOUNDED=lower_bound is not None, SOLVED=solved, DIGITS=made.t_DMHCC.shape[0])
+    shape |= dict(num_warps=K // 16, maxnreg=TILE_REGISTERS)
     launch(intra_tile_kernel, M * H, (*tiles, *others, *made[3:], *numbers), **shape)
 
 

@@ -17,8 +17,12 @@ so it must never meet a multiplication.
 x is a product too: `anchors`, whose entries are 0, 1 and -1, times g, with g split into bf16 pieces (2 pieces keep 16
 bits). Every sum starts at its own anchor, so no difference of long sums is formed.
 
-The softplus gate has no bound. Its tiles on the diagonal are summed pair by pair with 2^(x_i - x_j), the block between
-tiles and all other factors are exponentials of sums that are never positive.
+The softplus gate has no bound, so it gets one: a token that keeps less than 2^-28 of a channel keeps 2^-28. That is a
+sixteenth of fp32's rounding, 2^-24: in the sum with the next write it is lost, unless the old state is more than 16
+times as large, and under the rounding of bf16 operands, 2^-9, unless it is 2^19 times as large. Then x = G - G at the
+middle of the row's own block of 8 rows stays within 4 * 28 = 112, and with a q or k of 2^-14 still within the exponents
+of fp32 and bf16, so that the product of q 2^x with k 2^-x is right inside the blocks of 8. Pairs of blocks of 8, 16 and
+32 rows have the border between the two as origin, where no factor exceeds 1 and what underflows is nothing.
 
 Suffixes: C = 64 rows of a chunk, K key channels. Rows of a tail that hold no token are loaded as zeros (never read: a
 neighbour may hold NaN), with g = 0 and beta = 0: they neither write nor decay. T has a 1 on the diagonal there too.
@@ -34,6 +38,7 @@ import triton
 import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+SHUT: tl.constexpr = tl.constexpr(28.0)  # the softplus gate's decays are cut off at 2^-28
 
 
 @triton.jit
@@ -77,33 +82,38 @@ def leading_bits(x):
 
 
 @triton.jit
+def log2_of_1_and(y):
+    """log2(1 + y) / y for y in [0, 1], off by 3e-7 of it. A polynomial: the logarithm of a sum loses a small y."""
+    p = y * -0.012319459579885006 + 0.0636078417301178
+    p = p * y - 0.15535180270671844
+    p = p * y + 0.25600966811180115
+    p = p * y - 0.3533948063850403
+    p = p * y + 0.48006370663642883
+    p = p * y - 0.7213100790977478
+    return p * y + 1.4426947832107544
+
+
+@triton.jit
 def log2_decay(z, bias, rate, lower_bound, BOUNDED: tl.constexpr, INTERPRET: tl.constexpr):
-    """g / ln 2 for x = z + dt_bias: lower_bound sigmoid(rate x), or -rate softplus(x), at least -150 (2^-150 is 0)."""
+    """g / ln 2 for x = z + dt_bias: lower_bound sigmoid(rate x), or -rate softplus(x), cut off at -SHUT."""
     if BOUNDED:
         slope = rate * -LOG2E
         return (lower_bound * LOG2E) * reciprocal(1.0 + exp2(z * slope + bias * slope, INTERPRET), INTERPRET)
     x = z + bias
-    small = tl.exp2(-tl.abs(x) * LOG2E)
-    rounded = 1.0 + small  # its logarithm times small / (rounded - 1) is that of the unrounded sum
-    tail = tl.where(rounded == 1.0, small * LOG2E, tl.log2(rounded) * (small / (rounded - 1.0)))
-    return tl.maximum(-rate * (tl.maximum(x, 0.0) * LOG2E + tail), -150.0)
+    y = exp2(tl.abs(x) * -LOG2E, INTERPRET)
+    g = -rate * (tl.maximum(x, 0.0) * LOG2E + y * log2_of_1_and(y))
+    return tl.where(g < -SHUT, -SHUT, g)  # NaN stays
 
 
 @triton.jit
-def anchored_sums(anchors, g, OPERAND: tl.constexpr, BOUNDED: tl.constexpr, INTERPRET: tl.constexpr):
-    """anchors @ g with 16 bits of g, 24 where sums have no bound."""
-    if anchors.dtype == tl.float32:
-        return tl.dot(anchors, g)
-    anchors = operand(anchors, OPERAND, INTERPRET)
+def anchored_sums(ones, g, OPERAND: tl.constexpr, INTERPRET: tl.constexpr):
+    """ones @ g with 16 bits of g, for entries 0, 1 and -1."""
+    if ones.dtype == tl.float32:
+        return tl.dot(ones, g)
+    ones = operand(ones, OPERAND, INTERPRET)
     high = leading_bits(g)
-    rest = g - high
-    if BOUNDED:
-        x = tl.dot(anchors, operand(rest, OPERAND, INTERPRET))
-    else:
-        middle = leading_bits(rest)
-        x = tl.dot(anchors, operand(rest - middle, OPERAND, INTERPRET))
-        x = tl.dot(anchors, operand(middle, OPERAND, INTERPRET), x)
-    return tl.dot(anchors, operand(high, OPERAND, INTERPRET), x)
+    x = tl.dot(ones, operand(g - high, OPERAND, INTERPRET))
+    return tl.dot(ones, operand(high, OPERAND, INTERPRET), x)
 
 
 @triton.jit
@@ -131,27 +141,45 @@ def scaled(x, factor, K: tl.constexpr):
 
 
 @triton.jit
-def shifted(x, shift, K: tl.constexpr):
-    """2^min(x + shift, 0) for rows [C, K] and a vector for each half [2, 1, K]."""
-    return tl.reshape(tl.exp2(tl.minimum(tl.reshape(x, [2, 32, K]) + shift, 0.0)), [64, K])
+def sums_of_rows(first, last, g, OPERAND: tl.constexpr, INTERPRET: tl.constexpr):
+    """For each row the sum of g over rows first to last, [C, K]; none where last < first."""
+    j = tl.arange(0, 64)[None, :]
+    ones = tl.where((j >= first[:, None]) & (j <= last[:, None]), 1.0, 0.0)
+    return anchored_sums(ones.to(OPERAND), g, OPERAND, INTERPRET)
 
 
 @triton.jit
-def direct_tiles(r, k, x, K: tl.constexpr):
-    """sum_K r_i k_j 2^(x_i - x_j) inside the tiles on the diagonal, [C, C], zero outside them; above the diagonal the
-    exponent is cut off at 0, so nothing overflows."""
-    r = tl.reshape(r, [4, 16, K])
-    k = tl.reshape(k, [4, 16, K])
-    x = tl.reshape(x, [4, 16, K])
-    row = tl.arange(0, 16)[None, :, None]
-    column = tl.arange(0, 16)[None, None, :]
-    tiles = tl.zeros([4, 16, 16], tl.float32)
-    for j in range(16):
-        k_j = tl.sum(tl.where(row == j, k, 0.0), axis=1)[:, None, :]
-        x_j = tl.sum(tl.where(row == j, x, 0.0), axis=1)[:, None, :]
-        sums = tl.sum(r * k_j * tl.exp2(tl.minimum(x - x_j, 0.0)), axis=2)
-        tiles = tl.where(column == j, sums[:, :, None], tiles)
-    return from_tiles(tiles)
+def to_border(size, g, OPERAND: tl.constexpr, INTERPRET: tl.constexpr):
+    """Sums of g between each row and the border in the middle of its block of 2 `size` rows, never positive."""
+    row = tl.arange(0, 64)
+    border = row // (2 * size) * 2 * size + size
+    first, last = tl.where(row < border, row + 1, border), tl.where(row < border, border - 1, row)
+    return sums_of_rows(first, last, g, OPERAND, INTERPRET)
+
+
+@triton.jit
+def from_middle_of_8(g, OPERAND: tl.constexpr, INTERPRET: tl.constexpr):
+    """G - G at the middle of the row's block of 8 rows."""
+    i, j = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
+    middle = i // 8 * 8 + 4  # first row after it
+    ones = tl.where((j >= middle) & (j <= i), 1.0, 0.0) - tl.where((j > i) & (j < middle), 1.0, 0.0)
+    return anchored_sums(ones.to(OPERAND), g, OPERAND, INTERPRET)
+
+
+@triton.jit
+def across_borders(lower, a, q, k, g, OPERAND: tl.constexpr, INTERPRET: tl.constexpr):
+    """k k^T in lower and q k^T in a with their decays, where row and column lie in two blocks of 8, 16 or 32 rows."""
+    row = tl.arange(0, 64)
+    for n in tl.static_range(3):
+        size = 8 << n
+        up_or_down = exp2(to_border(size, g, OPERAND, INTERPRET), INTERPRET)
+        k_row = operand(k * up_or_down, OPERAND, INTERPRET)
+        k_column = tl.trans(k_row)
+        block = row // size
+        across = (block % 2 == 1)[:, None] & (block[:, None] == block[None, :] + 1)
+        lower = tl.where(across, tl.dot(k_row, k_column), lower)
+        a = tl.where(across, tl.dot(operand(q * up_or_down, OPERAND, INTERPRET), k_column), a)
+    return lower, a
 
 
 @triton.jit
@@ -209,17 +237,6 @@ def inverse_of_unit_lower(lower, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def pick(tiles, half, off, BOUNDED: tl.constexpr):
-    """Each entry from the product whose factors are right for its block."""
-    row = tl.arange(0, 64)[:, None]
-    column = tl.arange(0, 64)[None, :]
-    product = tl.where(row // 32 == column // 32, half, off)
-    if not BOUNDED:
-        product = tl.where(row // 16 == column // 16, tiles, product)
-    return product
-
-
-@triton.jit
 def intra_kernel(
     q_ptr,  # [N, H, K], with any stride between tokens; k, z too
     k_ptr,
@@ -268,22 +285,21 @@ def intra_kernel(
     rate = exp2(tl.load(A_log_ptr + h).to(tl.float32) * LOG2E, INTERPRET)
     bias = tl.load(dt_bias_ptr + place).to(tl.float32)
     g = tl.where(held, log2_decay(z, bias[None, :], rate, lower_bound, BOUNDED, INTERPRET), 0.0)
-    anchors = tl.load(anchors_ptr + row[:, None] * C + row[None, :])
-    x = anchored_sums(anchors, g, OPERAND, BOUNDED, INTERPRET)
+    if BOUNDED:
+        x = anchored_sums(tl.load(anchors_ptr + row[:, None] * C + row[None, :]), g, OPERAND, INTERPRET)
+    else:
+        x = from_middle_of_8(g, OPERAND, INTERPRET)
     t0, t1, t2, t3 = tile_totals(g, K)
     if decay_ptr is not None:
         tl.store(decay_ptr + out * K + channel, exp2(t0 + t1 + t2 + t3, INTERPRET))
+    up = exp2(x, INTERPRET)
+    down = exp2(-x, INTERPRET)
     if BOUNDED:
-        up = exp2(x, INTERPRET)
-        down = exp2(-x, INTERPRET)
         one = exp2(t0 * 0.0, INTERPRET)
         from_middle = by_half(one, exp2(t2, INTERPRET))
         to_middle = by_half(exp2(t1, INTERPRET), one)
         from_start = by_half(exp2(t0, INTERPRET), exp2(t0 + t1, INTERPRET))
         to_end = by_half(exp2(t2 + t3, INTERPRET), exp2(t3, INTERPRET))
-    else:
-        up = tl.exp2(tl.minimum(x, 0.0))
-        down = tl.exp2(tl.minimum(-x, 0.0))
 
     b = tl.load(b_ptr + token * b_stride + h, mask=valid, other=0.0).to(tl.float32)
     beta = tl.where(valid, reciprocal(1.0 + exp2(b * -LOG2E, INTERPRET), INTERPRET), 0.0)
@@ -302,13 +318,9 @@ def intra_kernel(
         k_start, q_start = scaled(k_up, from_start, K), scaled(q_up, from_start, K)
         k_end = scaled(k_down, to_end, K)
     else:
-        none = t0 * 0.0
-        from_middle = shifted(x, by_half(none, t2), K)
-        from_start = shifted(x, by_half(t0, t0 + t1 + t2), K)
-        k_up, q_up = k * from_middle, q * from_middle
-        k_down = k * shifted(-x, by_half(t1, none), K)
-        k_start, q_start = k * from_start, q * from_start
-        k_end = k * shifted(-x, by_half(t1 + t2 + t3, t3), K)
+        from_start = exp2(sums_of_rows(row * 0, row, g, OPERAND, INTERPRET), INTERPRET)
+        to_end = exp2(sums_of_rows(row + 1, row * 0 + C, g, OPERAND, INTERPRET), INTERPRET)
+        k_start, q_start, k_end = k * from_start, q * from_start, k * to_end
     if w_ptr is not None:
         tl.store(k_out_ptr + at_K, (k_end * beta[:, None]).to(OPERAND))
         tl.store(q_out_ptr + at_K, q_start.to(OPERAND))
@@ -317,16 +329,17 @@ def intra_kernel(
     if SOLVED:
         t = tl.load(t_ptr + at_C)
     else:
-        k_off = tl.trans(operand(k_down, OPERAND, INTERPRET))
-        l_off = tl.dot(operand(k_up, OPERAND, INTERPRET), k_off)
-        a_off = tl.dot(operand(q_up, OPERAND, INTERPRET), k_off)
         if BOUNDED:
-            l_tiles, a_tiles = l_half, a_half
+            k_off = tl.trans(operand(k_down, OPERAND, INTERPRET))
+            l_off = tl.dot(operand(k_up, OPERAND, INTERPRET), k_off)
+            a_off = tl.dot(operand(q_up, OPERAND, INTERPRET), k_off)
+            same_half = row[:, None] // 32 == row[None, :] // 32
+            lower, a = tl.where(same_half, l_half, l_off), tl.where(same_half, a_half, a_off)
         else:
-            l_tiles, a_tiles = direct_tiles(k, k, x, K), direct_tiles(q, k, x, K)
-        a = tl.where(row[:, None] >= row[None, :], pick(a_tiles, a_half, a_off, BOUNDED), 0.0)
+            lower, a = across_borders(l_half, a_half, q, k, g, OPERAND, INTERPRET)
+        a = tl.where(row[:, None] >= row[None, :], a, 0.0)
         tl.store(a_ptr + at_C, (a * beta[None, :]).to(OPERAND))
-        lower = tl.where(row[:, None] > row[None, :], pick(l_tiles, l_half, l_off, BOUNDED), 0.0)
+        lower = tl.where(row[:, None] > row[None, :], lower, 0.0)
         exact = inverse_of_unit_lower(lower * beta[None, :], INTERPRET)
         t = exact.to(OPERAND)
         tl.store(t_ptr + at_C, t)

@@ -46,15 +46,17 @@ def intra(
     return specimen(f"kda_intra_{name}", intra_kernel, constexprs, 4, want_wgmma=True, **limits)
 
 
-def tiles(name: str, K: int = 128, solved: bool = False, digits: int = 1) -> Specimen:
+def tiles(
+    name: str, K: int = 128, bounded: bool = True, solved: bool = False, digits: int = 1, **limits: Any
+) -> Specimen:
     """The first kernel in Gluon, with the options of a launch."""
     blocks = {name: [64, K] for name in ("q_desc", "k_desc", "z_desc", "w_desc")}
     blocks |= {"t_desc": [64, 64], "a_desc": [64, 64]}
     types = TYPES | {name: ring_descriptor(block, "bf16") for name, block in blocks.items()}
-    constexprs = dict(H=96, K=K, SOLVED=solved, DIGITS=digits, num_warps=K // 16)
+    constexprs = dict(H=96, K=K, BOUNDED=bounded, SOLVED=solved, DIGITS=digits, num_warps=K // 16)
     kernel: Any = intra_tile_kernel
     signature = {name: types[name] for name in kernel.arg_names if name not in constexprs}
-    limits: dict[str, Any] = dict(want_wgmma=True, maxnreg=TILE_REGISTERS)
+    limits |= dict(want_wgmma=True, maxnreg=TILE_REGISTERS)
     return Specimen(f"kda_intra_tile_{name}", kernel, signature, constexprs, K // 16, divisible=WHOLE, **limits)
 
 
@@ -88,6 +90,10 @@ SPILL: dict[str, Any] = {
     "max_spill_bytes": 3072,
     "reason": "whole tiles [64, 128] of q, k and z pass through the registers of one warp group",
 }
+EXPONENTS: dict[str, Any] = {
+    "max_spill_bytes": 128,
+    "reason": "the exponents of q's rows wait in registers while L is made; four warps hold twice the sums",
+}
 SPECIMENS = [
     intra("k128", **SPILL),
     intra("k64", K=64, **SPILL),
@@ -100,6 +106,10 @@ SPECIMENS = [
     tiles("k64_solved", K=64, solved=True),
     tiles("gradients", digits=2),
     tiles("k64_gradients", K=64, digits=2),
+    tiles("softplus", bounded=False, **EXPONENTS),
+    tiles("softplus_solved", bounded=False, solved=True),
+    tiles("softplus_gradients", bounded=False, digits=2, **EXPONENTS),
+    tiles("softplus_k64", K=64, bounded=False, **(EXPONENTS | {"max_spill_bytes": 768})),
     state_pass("v128", 128, absent="initial_ptr slots_ptr saved_ptr saved_slots_ptr"),
     state_pass("v64", 64, absent="slots_ptr saved_ptr saved_slots_ptr"),
     state_pass("pool", 128),
