@@ -290,20 +290,20 @@ class PrefixCache:
         holding.length = length
         pending, holding.pending = holding.pending, []
         if not holding.is_private:
-            self._publish(holding, length if publish is None else min(publish, length), exact=bool(pending))
+            self._publish(holding, length if publish is None else min(publish, length), [e.position for e in pending])
         for entry in pending:
             self._land(holding, entry)
 
-    def _publish(self, holding: Holding, length: int, exact: bool = False) -> None:
-        """Let others find the latents of the first tokens by the boundaries, and with `exact` by the length itself."""
+    def _publish(self, holding: Holding, length: int, ends: list[int]) -> None:
+        """Let others find the latents of the first tokens by the boundaries, and by the places of checkpoints."""
         P, u, known = self.page_tokens, self.unit, holding.registered
         holding.registered = max(known, length)
-        if known // P == length // P and known // u == length // u and not exact:
+        if known // P == length // P and known // u == length // u and not ends:
             return  # no boundary was passed
         for place in range(known // P, -(-length // P)):
             start, stop = place * P, min(place * P + P, length)
             boundaries = list(range(max(start, known) // u * u + u, stop + 1, u))
-            for position in {*boundaries, *((stop,) if exact or stop == start + P else ())}:
+            for position in {*boundaries, *(end for end in (*ends, start + P) if start < end <= stop)}:
                 self.store.file(holding.latents[place], holding.chain.at(position))
             for position in boundaries:
                 self.store.note(holding.chain.at(position))
@@ -376,7 +376,7 @@ class PrefixCache:
             return False
         if self.store.state(key := holding.chain.at(end)) is not None:
             return True
-        self._publish(holding, end, exact=True)
+        self._publish(holding, end, [end])
         entry = Entry(holding.state, end, is_state=True)
         self._file_state(holding, entry, key)
         self.store.unpin(entry)

@@ -27,7 +27,7 @@ from rille.model.model import K3
 from rille.ops.kda import Projected
 from rille.packing import Packing
 from rille.serve.graphs import DecodeGraphs
-from rille.serve.paged import Batch, Pages
+from rille.serve.paged import Batch, Pages, Saving
 from rille.serve.prefix import Holding
 from rille.serve.sequences import Part
 from rille.serve.sequences import Sequence as Choice
@@ -84,7 +84,12 @@ class Runner:
         drafted = [np.arange(a, a + p.num_tokens) for a, p in zip(starts, parts, strict=False) if p.drafts]
         remembered = torch.from_numpy(np.concatenate(drafted)).to(device) if drafted else None
         states = [part.scratch or holding_of(part).state for part in parts]
-        batch = Batch(self.pages, [latents_of(part) for part in parts], states, remembered)
+        tables = [latents_of(part) for part in parts]
+        if any(part.saves for part in parts):
+            saves = [[(place - part.start, pages) for place, pages in part.saves] for part in parts]
+            batch = Saving(self.pages, tables, states, remembered, packing, saves)
+        else:
+            batch = Batch(self.pages, tables, states, remembered)
         context = Context(packing, batch, Routes() if with_experts else None, media=self._media(parts, starts))
         hidden_ND = self.model(torch.from_numpy(ids).to(device), context)
         wanted = [range(s + p.count - 1, s + p.num_tokens) for s, p in zip(starts, parts, strict=False) if p.ends]

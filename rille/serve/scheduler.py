@@ -4,9 +4,9 @@
 
 Every step every decoding sequence gets its token (and its drafts). What is left of the budget is divided among the
 kinds of prompts by their shares, so that no prompt of 800K tokens keeps a short one waiting; what one kind does not use
-the others get. A chunk ends where a checkpoint is due. Where memory is short the sequence of the lowest rank is set
-aside: it is computed again later (mostly from the cache) or copied out and back. The sequence of the highest rank is
-never set aside and fits the pool alone, so something always finishes.
+the others get. Checkpoints inside a chunk are written on the way (`rille.serve.saves`). Where memory is short the
+sequence of the lowest rank is set aside: it is computed again later (mostly from the cache) or copied out and back. The
+sequence of the highest rank is never set aside and fits the pool alone, so something always finishes.
 
 Rank is priority, then order of arrival. Times are seconds of one clock that the caller reads.
 """
@@ -24,6 +24,7 @@ from rille.serve.limits import Kind, SchedulerConfig
 from rille.serve.pages import Copy
 from rille.serve.parking import park, unpark
 from rille.serve.prefix import PrefixCache
+from rille.serve.saves import saves_of
 from rille.serve.schema import QueueFull, Refused, Request, TooLarge, Unavailable
 from rille.serve.sequences import Part, Sequence
 from rille.serve.tier import Tier
@@ -275,10 +276,11 @@ class Scheduler:
             boundary = start // self.cache.unit * self.cache.unit + self.cache.unit
             until = min(boundary, sequence.num_prompt) if start < sequence.num_prompt else start + 1
         else:
-            until = min([start + room, known, *(stop for stop in sequence.stops if stop > start)])
+            until = min(start + room, known)
         if not self._make_room(sequence, until, step):
             return 0
-        self._add(Part(sequence, start, until - start), step)
+        saves = () if self.config.deterministic else saves_of(self.cache, sequence, start, until)
+        self._add(Part(sequence, start, until - start, saves=saves), step)
         return until - start
 
     def _admit(self, sequence: Sequence) -> bool:

@@ -76,12 +76,16 @@ class Sequence:
         return leader is not None and not leader.is_done and leader.num_written == 0
 
 
+Save = tuple[int, tuple[int, ...]]  # a place inside a part, and the pages that keep the state there, by group
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """What one sequence does in a step: tokens [start, start + count) of its chain, then the drafts.
 
     scratch: pages with a copy of the state, on which a step with drafts works; its own state stays where it is until it
     is known which drafts came true. source: where its one token is still being drawn, the row of the step that does it.
+    saves: checkpoints on the way, rising; that of the end is a copy when the step is over.
     """
 
     sequence: Sequence
@@ -90,6 +94,7 @@ class Part:
     drafts: tuple[int, ...] = ()
     scratch: tuple[int, ...] = ()
     source: int = -1
+    saves: tuple[Save, ...] = ()
 
     @property
     def ends(self) -> bool:

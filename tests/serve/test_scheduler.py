@@ -9,6 +9,7 @@ import pytest
 
 from rille.serve.audit import audit_scheduler
 from rille.serve.limits import KINDS, Kind, SchedulerConfig
+from rille.serve.pages import Copy
 from rille.serve.prefix import PrefixCache
 from rille.serve.retention import Retention
 from rille.serve.scheduler import Scheduler
@@ -75,7 +76,13 @@ class FakeServer:
     def _run(self, part):
         sequence, holding = part.sequence, part.sequence.holding
         tokens = [*sequence.chain.ids[part.start : part.start + part.count], *part.drafts]
-        states = self.memory.run(holding, part.start, tokens, part.scratch)
+        states, start = [], part.start
+        for place, pages in part.saves:  # by the layers, on their way
+            states += self.memory.run(holding, start, tokens[start - part.start : place - part.start])
+            self.memory.copy([Copy(a, z) for a, z in zip(holding.state, pages, strict=True)])
+            start = place
+        assert not (part.saves and part.drafts)
+        states += self.memory.run(holding, start, tokens[start - part.start :], part.scratch)
         accepted = 0
         if part.ends:
             drawn = next_token(states[part.count - 1])
@@ -340,3 +347,29 @@ def test_a_random_walk_loses_no_page(tier, park, deterministic, exact):
     assert server.cache.available == 40
     counts = server.cache.counts
     assert counts.queries == counts.hits + sum(counts.misses.values()) and counts.hits > 0
+
+
+@pytest.mark.parametrize("budget", [1000, 37])
+def test_a_prompt_leaves_its_checkpoints_in_as_few_steps_as_the_budget_allows(budget):
+    """At marks, intervals, ends and, at a second sighting, where prompts part: each is where another prompt goes on."""
+    server = FakeServer(400, token_budget=budget, exact=True)
+    first, other = ids(150), [*ids(75), *ids(80, seed=8)]
+    steps, wanted = [], {}
+    for prompt in (first, other):
+        server.submit(prompt, max_tokens=1, marks=(16, 100))
+        while server.scheduler.num_waiting or server.scheduler.running:
+            (part,) = server.step().parts
+            steps.append(part.count)
+            wanted.setdefault(len(prompt), set()).update(place for place, _ in part.saves)
+    read = [150, 155 - 64]  # of the second one four units were there with a checkpoint
+    if budget == 1000:
+        assert steps == read
+        assert wanted == {150: {16, 64, 96, 128, 144, 149}, 155: {75, 96, 128, 144, 154}}
+    else:
+        assert sum(steps) == sum(read) and set(steps[:4]) == {budget}
+    for prompt, places in ((first, (16, 64, 96, 128, 144, 149)), (other, (75, 96, 144, 154))):
+        for place in places:
+            (sequence,) = server.submit([*prompt[:place], *ids(9, seed=place)], max_tokens=2)
+            server.finish()
+            assert sequence.cached == place
+    server.check()

@@ -1,0 +1,87 @@
+"""Checkpoints written inside a step that reads a prompt, against steps that end at each of them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rille.model.model import new_model
+from rille.model.presets import preset
+from rille.serve.audit import audit_scheduler
+from rille.serve.engine import Engine
+from rille.serve.scheduler import Scheduler
+from rille.serve.schema import Request, SamplingParams
+from tests.serve.test_engine import prompt
+from tests.train.small import MODEL
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0)
+LENGTHS = (1, 70, 129, 200, 320)
+
+
+def in_pieces(monkeypatch):
+    """From now on a step of a prompt ends where a checkpoint is due."""
+    chunk = Scheduler._chunk
+
+    def until_the_next(self, sequence, room, step):
+        ahead = [stop - sequence.holding.length for stop in sequence.stops if stop > sequence.holding.length]
+        return chunk(self, sequence, min([room, *ahead]), step)
+
+    monkeypatch.setattr(Scheduler, "_chunk", until_the_next)
+
+
+def serve(model, **settings):
+    """Replies to prompts that come together, with marks, and to others that go on from each of their checkpoints."""
+    served = Engine(model, num_pages=200, hash_unit=64, checkpoint_interval=128, **settings)
+    prompts = [prompt(n, seed=n) for n in LENGTHS]
+    marks = {len(ids): tuple(mark for mark in (70, 100, 250) if mark <= len(ids)) for ids in prompts}
+    handles = [served.submit(Request(prompt=ids, params=GREEDY, marks=marks[len(ids)])) for ids in prompts]
+    results = [list(handle) for handle in handles]
+    steps = served.stats().steps
+    states, pages = dict(served.scheduler.cache.store._states), served.pages
+    pools = [(layer, pool) for kind in (pages.states, pages.tails) for layer, pool in kind.items()]
+    kept = {
+        key: [pool[entry.pages[pages.group_of[layer]]].clone() for layer, pool in pools]
+        for key, entry in states.items()
+    }
+    places = sorted({entry.position for entry in states.values()})
+    for ids, place in [(ids, place) for ids in prompts for place in places if place <= len(ids)]:
+        longer = Request(prompt=[*ids[:place], *prompt(9, seed=place)], params=replace(GREEDY, max_tokens=3))
+        results.append(list(served.submit(longer)))
+    audit_scheduler(served.scheduler)
+    return results, steps, kept
+
+
+def compare(one, other, **close):
+    for a, b in zip(one, other, strict=True):
+        assert [t.token for t in a[:-1]] == [t.token for t in b[:-1]] and a[-1].usage == b[-1].usage
+        assert [t.logprob for t in a[:-1]] == pytest.approx([t.logprob for t in b[:-1]], **close)
+
+
+@pytest.mark.parametrize("settings", [{}, {"exact_ends": False}, {"token_budget": 90, "poison": True}])
+def test_the_same_replies_and_the_same_states(monkeypatch, settings):
+    model = new_model(MODEL.replace(init_std=0.2), seed=3)
+    results, steps, kept = serve(model, **settings)
+    in_pieces(monkeypatch)
+    want, more, states = serve(model, **settings)
+    compare(results, want, abs=1e-5)
+    assert kept.keys() == states.keys() and len(kept) > 8
+    for key, layers in kept.items():
+        for mine, theirs in zip(layers, states[key], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    assert steps < more
+
+
+@pytest.mark.gpu
+def test_the_same_on_a_gpu(monkeypatch):
+    """bf16, kernels. All experts are reached: where few are chosen of many, rounding chooses others."""
+    model = new_model(preset("nano").replace(num_experts=6, init_std=0.1), dtype=torch.bfloat16, device="cuda", seed=1)
+    results, steps, kept = serve(model)
+    in_pieces(monkeypatch)
+    want, more, states = serve(model)
+    assert kept.keys() == states.keys() and len(kept) > 8 and steps < more
+    for key, layers in kept.items():
+        for mine, theirs in zip(layers, states[key], strict=True):
+            assert (mine.float() - theirs.float()).norm() <= 0.05 * theirs.float().norm()
+    for a, b in zip(results, want, strict=True):
+        assert a[0].token == b[0].token and a[-1].usage == b[-1].usage
+        assert a[0].logprob == pytest.approx(b[0].logprob, abs=0.2)
