@@ -10,7 +10,7 @@ once an epoch, wherever the cuts fall.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -63,6 +63,11 @@ class Loader:
             note(
                 f"data: {len(tokens) - 1:,} tokens are fewer than a batch of {batch_tokens:,}: each batch repeats some"
             )
+
+    def begin(self, read: Mapping[str, float]) -> None:
+        """Go to the first batch of a stage; what the stages before have read matters to a `MixedLoader`."""
+        self._epoch, self._piece, self._offset = 0, 0, 0
+        self._order = self._shuffled(0)
 
     @property
     def epoch(self) -> int:

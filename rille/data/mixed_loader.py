@@ -12,7 +12,8 @@ does not grow with the set.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from math import ceil
 from pathlib import Path
@@ -66,6 +67,11 @@ class MixedLoader:
             "max_epochs": self._mixture.max_epochs,
             "order": _ORDER,
         }
+        self._go_to(0, 0, 0)
+
+    def begin(self, read: Mapping[str, float]) -> None:
+        """Go to the first batch of a stage; `read` are the epochs of the stages before, which count for max_epochs."""
+        self._mixture = replace(self._mixture, read=dict(read))
         self._go_to(0, 0, 0)
 
     @property
@@ -145,7 +151,7 @@ class MixedLoader:
     def _piece_at(self, slot: int) -> tuple[int, int]:
         if not any(self._pass_draws):
             raise ValueError(
-                f"the data is used up after {self._pass} passes: every stream was read max_epochs "
+                f"the data is used up after {self._pass} passes of this stage: every stream was read max_epochs "
                 f"{self._mixture.max_epochs} times; train shorter, raise max_epochs or build a larger set"
             )
         if not self._block_start <= slot < self._block_start + len(self._block):

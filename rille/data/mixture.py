@@ -16,7 +16,7 @@ limit, n_s * max_epochs) is left out; the others go on.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 
 _LEAST = 1e-6  # of a draw in a pass
@@ -24,11 +24,19 @@ _LEAST = 1e-6  # of a draw in a pass
 
 @dataclass(frozen=True)
 class Mixture:
-    """shares: by domain, empty for natural ones. max_epochs: None for no cap."""
+    """shares: by domain, empty for natural ones. max_epochs: None for no cap. read: epochs of domains that were read
+    before, in other stages of a run, and count for the cap."""
 
     shares: Mapping[str, float]
     long_times: float = 1.0
     max_epochs: float | None = None
+    read: Mapping[str, float] = field(default_factory=dict)
+
+    def limit(self, stream: StreamSize) -> int | None:
+        """Pieces of a stream that may be drawn, None for any number."""
+        if self.max_epochs is None:
+            return None
+        return round(stream.pieces * max(0.0, self.max_epochs - self.read.get(stream.domain, 0.0)))
 
 
 @dataclass(frozen=True)
@@ -76,10 +84,8 @@ def _whole(draws: float) -> float:
 def draws_before(number: int, streams: Sequence[StreamSize], mixture: Mixture) -> list[int]:
     """Pieces of each stream in all passes before a certain one, the cap of epochs obeyed."""
     draws = [ceil(number * draw) for draw in draws_a_pass(streams, mixture)]
-    if mixture.max_epochs is None:
-        return draws
-    limits = [round(stream.pieces * mixture.max_epochs) for stream in streams]
-    return [min(draw, limit) for draw, limit in zip(draws, limits, strict=True)]
+    limits = [mixture.limit(stream) for stream in streams]
+    return [draw if limit is None else min(draw, limit) for draw, limit in zip(draws, limits, strict=True)]
 
 
 def draws_of_pass(number: int, streams: Sequence[StreamSize], mixture: Mixture) -> list[int]:

@@ -7,7 +7,8 @@ shares of domains, which need a set that `rille data build` made. What is not na
 report grows the context so, from 8K over 64K and 256K to 1M (section 3).
 
 Each stage goes through the text in an order of its own, from the beginning: documents are cut at other places, so that
-"what was not read yet" has no meaning across stages.
+"what was not read yet" has no meaning across stages. How often a domain was read has: a set's max_epochs holds for all
+stages together.
 """
 
 from __future__ import annotations
@@ -94,6 +95,7 @@ class Curriculum:
         number = max(number for number, stage in enumerate(self.stages) if stage.at <= step)
         if number != self.number:
             self.read, self.number = self.epochs(), number
+            self.loaders[number].begin(self.read)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -112,4 +114,5 @@ class Curriculum:
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a `state()`. Raises ValueError if it is of other settings or data."""
         self.number, self.read = state.get("stage", 0), dict(state.get("read", {}))
+        self.loaders[self.number].begin(self.read)
         self.loaders[self.number].restore(state)

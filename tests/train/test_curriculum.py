@@ -1,5 +1,7 @@
 """Stages: what they mean, what they refuse, and a run through three of them that a resume repeats bit for bit."""
 
+import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,9 +9,11 @@ import pytest
 
 from rille.data.built import open_built
 from rille.data.config import DataConfig
+from rille.data.mixed_loader import MixedLoader
+from rille.data.mixture import Mixture
 from rille.train import loop
 from rille.train.config import TrainConfig
-from rille.train.curriculum import Stage, parse_stages
+from rille.train.curriculum import Curriculum, Stage, parse_stages
 from rille.train.metrics import MACHINE, read_metrics
 from rille.train.pretrain import pretrain, set_up
 from rille.train.stopping import Interrupted
@@ -79,6 +83,27 @@ def test_each_stage_has_its_text(config):
     assert seen[2][2] == seen[3][2] == {"high"} and seen[4][2] == seen[5][2] == {"low"}
     epochs = run.loader.epochs()
     assert set(epochs) == {"low", "high"} and all(0 < count < 1 for count in epochs.values())
+
+
+def test_a_cap_of_epochs_holds_for_all_stages_together(tmp_path):
+    dataset = build(tmp_path, {"a": [essay(seed) for seed in range(30)], "b": [essay(seed) for seed in range(50, 60)]})
+    capped = Mixture({"a": 0.5, "b": 0.5}, max_epochs=1.5)
+    stages = (Stage(0, 48, 96, 1), Stage(40, 200, 300, 1), Stage(60, 64, 128, 1))
+    make = lambda stage, number: MixedLoader(dataset, stage.batch_tokens, stage.sequence_length, number, mixture=capped)  # noqa: E731
+    curriculum, read = Curriculum(stages, make), Counter()
+    with pytest.raises(ValueError, match="used up"):
+        for step in range(10_000):
+            curriculum.go_to(step)
+            if step in (45, 61):  # a resume in a stage keeps what the stages before have read
+                state, curriculum = curriculum.state(), Curriculum(stages, make)
+                curriculum.restore(json.loads(json.dumps(state)))
+            batch = next(curriculum)
+            for domain, length in zip(batch.domains, batch.lengths, strict=True):
+                read[dataset.domains[domain]] += length
+    targets = {stream.domain: stream.size.targets for stream in dataset.streams(48)}
+    for name, count in read.items():
+        assert count / targets[name] == pytest.approx(1.5, abs=0.06)
+        assert curriculum.epochs()[name] == pytest.approx(1.5, abs=0.06)
 
 
 def test_stopped_after_every_step_it_is_the_same_run(config):
