@@ -27,7 +27,7 @@ import numpy as np
 
 from rille.data.arrays import save_array
 from rille.data.build_config import BuildConfig
-from rille.data.dataset import FORMAT, MANIFEST, is_dataset
+from rille.data.dataset import FORMAT, MANIFEST, Dataset, is_dataset
 from rille.data.duplicates import EQUAL, KEPT, NEAR, Pair, find_duplicates
 from rille.data.encode import Encoder
 from rille.data.gather import check_filters, gather, merge, new_tally
@@ -149,7 +149,7 @@ def _claim(partial: Path, config: BuildConfig) -> dict[str, Any]:
 def _check_finished(out: Path, config: BuildConfig) -> None:
     if not is_dataset(out):
         raise ValueError(f"{out} exists and is no training set; name another folder")
-    manifest = json.loads((out / MANIFEST).read_text(encoding="utf-8"))
+    manifest = Dataset(out).manifest
     now = json.loads(json.dumps({key: value for key, value in asdict(config).items() if key not in FREE}))
     _check_same(manifest["request"]["settings"], now, f"{out} holds a set")
     for domain, state in zip(config.domains(), manifest["request"]["sources"], strict=True):

@@ -25,6 +25,7 @@ from rille.text.vocabulary import Tokenizer
 
 MANIFEST = "dataset.json"
 FORMAT = 1
+PARTS = ("dtype", "vocab_size", "tokenizer", "digest", "domains", "streams", "held_out", "mixture", "request")
 _OPEN_SHARDS = 256
 
 
@@ -32,8 +33,11 @@ class Shard:
     """One file of tokens and its boundaries, mapped."""
 
     def __init__(self, base: Path, dtype: str, facts: dict[str, Any]):
-        self.boundaries = np.load(f"{base}.boundaries.npy", mmap_mode="r")
-        size = Path(f"{base}.tokens").stat().st_size
+        try:
+            self.boundaries = np.load(f"{base}.boundaries.npy", mmap_mode="r")
+            size = Path(f"{base}.tokens").stat().st_size
+        except (FileNotFoundError, EOFError) as error:
+            raise ValueError(f"{base}: the data set is damaged ({error}); build it again") from None
         expected = (facts["targets"] + 1) * np.dtype(dtype).itemsize
         if size != expected or int(self.boundaries[-1]) != facts["targets"]:
             raise ValueError(
@@ -92,8 +96,12 @@ class Dataset:
             self.manifest: dict[str, Any] = json.loads((self.directory / MANIFEST).read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{self.directory / MANIFEST} is damaged ({error}); build the set again") from None
+        if not isinstance(self.manifest, dict):
+            raise ValueError(f"{self.directory / MANIFEST} is damaged (it describes no set); build the set again")
         if self.manifest.get("format") != FORMAT:
             raise ValueError(f"{directory} is of format {self.manifest.get('format')}, not {FORMAT}; build it again")
+        if missing := [name for name in PARTS if name not in self.manifest]:
+            raise ValueError(f"{self.directory / MANIFEST} is damaged (it lacks {', '.join(missing)}); build it again")
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -16,6 +16,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 REPORT, PAGE = "report.json", "report.html"
+PARTS = ("domains", "near_pairs", "similarity", "streams", "held_out", "mixture")
 Cells = list[tuple[str, ...]]
 
 _STYLE = """
@@ -38,11 +39,17 @@ def write_report(directory: Path, facts: dict[str, Any]) -> None:
 
 
 def read_report(directory: str | Path) -> dict[str, Any]:
-    """The facts of a built set. Raises ValueError where there is no report."""
+    """The facts of a built set. Raises ValueError where there is no report, or a damaged one."""
     file = Path(directory) / REPORT
     if not file.is_file():
         raise ValueError(f"{directory} holds no {REPORT}; give a folder that rille data build made")
-    return json.loads(file.read_text(encoding="utf-8"))
+    try:
+        facts = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged ({error}); build the set again") from None
+    if missing := [part for part in PARTS if not isinstance(facts, dict) or part not in facts]:
+        raise ValueError(f"{file} is damaged (it lacks {', '.join(missing)}); build the set again")
+    return facts
 
 
 def print_report(facts: dict[str, Any], console: Console) -> None:

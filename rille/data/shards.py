@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from rille.data.arrays import save_array, write_array
+from rille.data.dataset import Dataset
 from rille.data.encode import Encoder
 from rille.data.spool import texts_of
 from rille.text.tokenizer import load_tokenizer
@@ -144,13 +145,15 @@ def _encoder(path: Path) -> Encoder:
 
 def check_shards(directory: Path) -> int:
     """Compare every token file of a set with its digest; returns how many. Raises ValueError for one that changed."""
-    manifest = json.loads((directory / "dataset.json").read_text(encoding="utf-8"))
+    manifest = Dataset(directory).manifest
     shards = [directory / "train" / shard["file"] for stream in manifest["streams"] for shard in stream["shards"]]
     digests = [shard["digest"] for stream in manifest["streams"] for shard in stream["shards"]]
     for base, expected in zip(
         [*shards, directory / "held_out"], [*digests, manifest["held_out"]["digest"]], strict=True
     ):
         digest = hashlib.blake2b(digest_size=16)
+        if not Path(f"{base}.tokens").is_file():
+            raise ValueError(f"{base}.tokens is gone; build the set again")
         with open(f"{base}.tokens", "rb") as stream:
             while block := stream.read(1 << 20):
                 digest.update(block)

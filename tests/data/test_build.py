@@ -334,6 +334,24 @@ def test_a_full_disk_says_how_the_build_goes_on(tmp_path: Path):
     assert Dataset(build_dataset(asked)).digest == whole.digest
 
 
+@pytest.mark.parametrize("name", ["dataset.json", "report.json"])
+@pytest.mark.parametrize("content", ["{", "[]", '{"format": 1, "domains": {}}'])
+def test_damaged_descriptions_are_named(tmp_path: Path, name: str, content: str):
+    out = build(tmp_path, {"a": [essay(seed) for seed in range(20)]}).directory
+    (out / name).write_text(content)
+    with pytest.raises(ValueError, match=rf"{name} is damaged \(.*\); build"):
+        Dataset(out) if name == "dataset.json" else read_report(out)
+
+
+def test_shards_that_are_gone_are_named(tmp_path: Path):
+    dataset = build(tmp_path, {"a": [essay(seed) for seed in range(20)]})
+    (dataset.directory / "train" / "a-00000.tokens").unlink()
+    with pytest.raises(ValueError, match="a-00000: the data set is damaged .*; build it again"):
+        dataset.streams(64)
+    with pytest.raises(ValueError, match="a-00000.tokens is gone; build the set again"):
+        check_shards(dataset.directory)
+
+
 def test_manifest_is_plain_json(tmp_path: Path):
     dataset = build(tmp_path, {"a": [essay(seed) for seed in range(20)]})
     manifest = json.loads((dataset.directory / "dataset.json").read_text())
