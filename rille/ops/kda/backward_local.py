@@ -30,8 +30,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rille.ops.kda.backward_direct import local_channels_directly, store_db
 from rille.ops.kda.backward_kernels import NO_TOKEN, bounded_decay, factor, times_ones, transposed
+from rille.ops.kda.backward_nested import local_channels_nested, store_db
 from rille.ops.kda.intra import LOG2E, exp2, operand, reciprocal
 
 
@@ -170,7 +170,7 @@ def local_kernel(
             lower_bound, scale, H, K, V, BV, OPERAND, INTERPRET,
         )  # fmt: skip
     else:
-        local_channels_directly(
+        local_channels_nested(
             own_a, own_b, da_aa, da_ba, da_bb, dak_aa, dak_ba, dak_bb, unit, q_ptr, k_ptr, z_ptr,
             do_ptr, dv_ptr, rate, dt_bias_ptr + h * K, ones_ptr, u_ptr, states_ptr, dstates_ptr, totals_ptr, norms_ptr,
             dq_ptr, dk_ptr, dz_ptr, db_ptr, dbias_ptr, drate_ptr, count, q_stride, k_stride, z_stride, do_stride, scale,
