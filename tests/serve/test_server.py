@@ -1,5 +1,6 @@
 """`rille serve` as a process, with a real model: from a checkpoint to clients, and its end."""
 
+import gc
 import re
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from rille import cli
 from rille.model.checkpoint import save_model
 from rille.serve.chain import Chain
 from rille.serve.kv_events import Announcer, BlockRemoved, BlockStored, EventBatch, Publisher
+from rille.serve.server import keep_loaded
 from tests.serve.scripted import small_tokenizer
 
 SERVE = (sys.executable, "-m", "rille", "serve")
@@ -236,3 +238,12 @@ def test_messages_are_numbered():
         raise AssertionError("nothing came")
     publisher.close()
     socket.close(0)
+
+
+def test_what_was_loaded_is_not_visited_by_the_collector():
+    before = gc.get_freeze_count()
+    keep_loaded()
+    try:
+        assert gc.get_freeze_count() > before + 10_000 and len(gc.get_objects()) < 10_000
+    finally:
+        gc.unfreeze()
