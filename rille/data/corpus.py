@@ -28,7 +28,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from rille.data.arrays import save_array
+from rille.data.arrays import load_array, save_array
 from rille.data.config import DataConfig
 from rille.data.sources import Document, Note, read_documents
 from rille.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
@@ -141,14 +141,22 @@ def load_corpus(directory: str | Path) -> Corpus:
     byte_lengths = np.array(tokenizer.byte_lengths(), dtype=np.int64)
     sides = []
     for side in SIDES:
-        boundaries = np.load(directory / f"{side}.boundaries.npy")
+        boundaries = _boundaries(directory, side)
         file = directory / f"{side}.tokens"
         expected = 4 * (int(boundaries[-1]) + 1)
-        if file.stat().st_size != expected or boundaries[-1] != manifest[side]["targets"]:
-            raise ValueError(f"{file} has {file.stat().st_size:,} bytes, not {expected:,}; delete {directory}")
+        size = file.stat().st_size if file.is_file() else 0
+        if size != expected or boundaries[-1] != manifest[side]["targets"]:
+            raise ValueError(f"{file} has {size:,} bytes, not {expected:,}; delete {directory}")
         tokens = np.memmap(file, dtype="<u4", mode="r")
         sides.append(TokenText(tokens, boundaries, byte_lengths))
     return Corpus(directory, tokenizer, *sides)
+
+
+def _boundaries(directory: Path, side: str) -> np.ndarray:
+    try:
+        return load_array(directory / f"{side}.boundaries.npy")
+    except ValueError as error:
+        raise ValueError(f"{error}; delete {directory}") from None
 
 
 def split_documents(documents: Sequence[Document], held_out: float) -> tuple[list[Document], list[Document]]:

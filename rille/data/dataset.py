@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from rille.data.arrays import load_array
 from rille.data.mixture import Mixture, StreamSize
 from rille.text.tokenizer import load_tokenizer
 from rille.text.vocabulary import Tokenizer
@@ -29,15 +30,20 @@ PARTS = ("dtype", "vocab_size", "tokenizer", "digest", "domains", "streams", "he
 _OPEN_SHARDS = 256
 
 
+def _load(file: Path, *, mapped: bool = False) -> np.ndarray:
+    try:
+        return load_array(file, mapped=mapped)
+    except ValueError as error:
+        raise ValueError(f"{error}; build the data set again") from None
+
+
 class Shard:
     """One file of tokens and its boundaries, mapped."""
 
     def __init__(self, base: Path, dtype: str, facts: dict[str, Any]):
-        try:
-            self.boundaries = np.load(f"{base}.boundaries.npy", mmap_mode="r")
-            size = Path(f"{base}.tokens").stat().st_size
-        except (FileNotFoundError, EOFError) as error:
-            raise ValueError(f"{base}: the data set is damaged ({error}); build it again") from None
+        self.boundaries = _load(Path(f"{base}.boundaries.npy"), mapped=True)
+        tokens = Path(f"{base}.tokens")
+        size = tokens.stat().st_size if tokens.is_file() else 0
         expected = (facts["targets"] + 1) * np.dtype(dtype).itemsize
         if size != expected or int(self.boundaries[-1]) != facts["targets"]:
             raise ValueError(
@@ -137,7 +143,7 @@ class Dataset:
     @property
     def counts(self) -> np.ndarray:
         """int64 [W]: how often each id is a target."""
-        return np.load(self.directory / "counts.npy")
+        return _load(self.directory / "counts.npy")
 
     def held_out(self) -> Shard:
         """The held-out side, documents of all domains in the order of their hashes."""
@@ -145,7 +151,7 @@ class Dataset:
 
     def held_out_domains(self) -> np.ndarray:
         """uint16 [documents]: for each held-out document its place in `domains`."""
-        return np.load(self.directory / "held_out.domains.npy")
+        return _load(self.directory / "held_out.domains.npy")
 
 
 def is_dataset(path: str | Path | None) -> bool:

@@ -345,8 +345,14 @@ def test_damaged_descriptions_are_named(tmp_path: Path, name: str, content: str)
 
 def test_shards_that_are_gone_are_named(tmp_path: Path):
     dataset = build(tmp_path, {"a": [essay(seed) for seed in range(20)]})
+    boundaries = dataset.directory / "train" / "a-00000.boundaries.npy"
+    for content in (boundaries.read_bytes()[:150], b"", None):
+        boundaries.write_bytes(content) if content is not None else boundaries.unlink()
+        with pytest.raises(ValueError, match=r"a-00000.boundaries.npy is damaged \(.*\); build the data set again"):
+            dataset.streams(64)
+    dataset = build(tmp_path / "other", {"a": [essay(seed) for seed in range(20)]})
     (dataset.directory / "train" / "a-00000.tokens").unlink()
-    with pytest.raises(ValueError, match="a-00000: the data set is damaged .*; build it again"):
+    with pytest.raises(ValueError, match="a-00000.tokens has 0 bytes, not .*: the data set is damaged; build it again"):
         dataset.streams(64)
     with pytest.raises(ValueError, match="a-00000.tokens is gone; build the set again"):
         check_shards(dataset.directory)

@@ -179,6 +179,18 @@ def test_damaged_corpus_is_refused(config: DataConfig, tmp_path: Path):
         load_corpus(tmp_path / "corpus")
 
 
+@pytest.mark.parametrize("content", [150, 60, 0, None])
+def test_boundaries_that_are_damaged_are_named(config: DataConfig, tmp_path: Path, content: int | None):
+    prepare_corpus(config, tmp_path / "c", note=lambda line: None)
+    file = tmp_path / "c" / "held_out.boundaries.npy"
+    file.unlink() if content is None else file.write_bytes(file.read_bytes()[: min(content, file.stat().st_size - 1)])
+    with pytest.raises(ValueError, match=r"held_out.boundaries.npy is damaged \(.*\); delete .*c"):
+        load_corpus(tmp_path / "c")
+    (tmp_path / "c" / "train.tokens").unlink()
+    with pytest.raises(ValueError, match="train.tokens has 0 bytes, not"):
+        load_corpus(tmp_path / "c")
+
+
 def test_tokenizer_sample_is_noted_and_does_not_follow_the_order(config: DataConfig, tmp_path: Path):
     config = replace(config, tokenizer_bytes=1000)
     corpus, notes = prepare(config, tmp_path / "corpus")
