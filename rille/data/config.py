@@ -14,23 +14,26 @@ SMALLEST_VOCABULARY = 256 + len((END_OF_TEXT, *CHAT_SPECIALS))
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The text of a run. ValueError names any field that is out of range."""
+    """The text of a run. ValueError names any field that is out of range.
+
+    max_bytes, held_out and tokenizer_bytes are for raw text: a built set was read, split and given its vocabulary before.
+    """
 
     path: Annotated[str | None, arg(aliases=["--data"], metavar="PATH")] = None
     """A text file, a folder, .jsonl[.xz|.zst] or .parquet, or a set that `rille data build` made; none: the standard
     library of the running Python."""
 
     max_bytes: int | None = 10_000_000
-    """Read at most so many bytes of text, and say so when it cuts; none reads everything."""
+    """Read at most so many bytes of raw text, and say so when it cuts; none reads everything."""
 
     held_out: float = 0.02
-    """The share of documents that is kept from training for evaluation."""
+    """The share of documents of raw text that is kept from training for evaluation."""
 
     vocab_size: int = 2048
     """Tokens of the vocabulary that is trained on the text."""
 
     tokenizer_bytes: int = 16_000_000
-    """Train the vocabulary on at most so many bytes of the training text."""
+    """Train the vocabulary on at most so many bytes of raw training text."""
 
     sequence_length: int = 256
     """Documents are cut into sequences of at most so many tokens."""
