@@ -16,7 +16,7 @@ SMALLEST_VOCABULARY = 256 + len((END_OF_TEXT, *CHAT_SPECIALS))
 class DataConfig:
     """The text of a run. ValueError names any field that is out of range.
 
-    max_bytes, held_out and tokenizer_bytes are for raw text: a built set was read, split and given its vocabulary before.
+    max_bytes, held_out and tokenizer_bytes are for raw text: a built set was read, split and given a vocabulary before.
     """
 
     path: Annotated[str | None, arg(aliases=["--data"], metavar="PATH")] = None
