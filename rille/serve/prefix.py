@@ -290,11 +290,11 @@ class PrefixCache:
         holding.length = length
         pending, holding.pending = holding.pending, []
         if not holding.is_private:
-            self._publish(holding, length if publish is None else min(publish, length), [e.position for e in pending])
+            self._publish(holding, length if publish is None else min(publish, length), pending)
         for entry in pending:
             self._land(holding, entry)
 
-    def _publish(self, holding: Holding, length: int, ends: list[int]) -> None:
+    def _publish(self, holding: Holding, length: int, ends: list[Entry]) -> None:
         """Let others find the latents of the first tokens by the boundaries, and by the places of checkpoints."""
         P, u, known = self.page_tokens, self.unit, holding.registered
         holding.registered = max(known, length)
@@ -303,7 +303,7 @@ class PrefixCache:
         for place in range(known // P, -(-length // P)):
             start, stop = place * P, min(place * P + P, length)
             boundaries = list(range(max(start, known) // u * u + u, stop + 1, u))
-            for position in {*boundaries, *(end for end in (*ends, start + P) if start < end <= stop)}:
+            for position in {*boundaries, *(p for p in (start + P, *(e.position for e in ends)) if start < p <= stop)}:
                 self.store.file(holding.latents[place], holding.chain.at(position))
             for position in boundaries:
                 self.store.note(holding.chain.at(position))
@@ -376,8 +376,8 @@ class PrefixCache:
             return False
         if self.store.state(key := holding.chain.at(end)) is not None:
             return True
-        self._publish(holding, end, [end])
         entry = Entry(holding.state, end, is_state=True)
+        self._publish(holding, end, [entry])
         self._file_state(holding, entry, key)
         self.store.unpin(entry)
         holding.state = ()
