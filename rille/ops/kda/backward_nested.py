@@ -61,38 +61,51 @@ def in_block(da, SIZE: tl.constexpr, OPERAND: tl.constexpr, INTERPRET: tl.conste
 
 
 @triton.jit
-def pairs_of_half(q, k, g, da, dak, OPERAND: tl.constexpr, INTERPRET: tl.constexpr):
-    """dq, dk, dG [K, 32] of the pairs inside a half; da, dak: zero from the diagonal up."""
+def pairs_of_half(dq, dk, dG, q, k, g, da, dak, OPERAND: tl.constexpr, INTERPRET: tl.constexpr):
+    """Adds to dq, dk, dG [K, 32] what the pairs inside a half give; da, dak: zero from the diagonal up. One kind of
+    pair after another, so that few tiles live at a time."""
     row = tl.arange(0, 32)
+    first, last = tl.where(row < 16, row + 1, 16), tl.where(row < 16, 15, row)
+    w = exp2(sums_of_rows(g, first, last, OPERAND, INTERPRET), INTERPRET)
+    k_w = factor(k * w, OPERAND, INTERPRET)
+    q_w = factor(q * w, OPERAND, INTERPRET)
+    da_32, dak_32 = in_block(da, 32, OPERAND, INTERPRET), in_block(dak, 32, OPERAND, INTERPRET)
+    sums = tl.dot(k_w, tl.trans(da_32))
+    dG += q_w.to(tl.float32) * sums
+    dq += sums * w
+    sums = tl.dot(k_w, dak_32 + tl.trans(dak_32), tl.dot(q_w, da_32))
+    dG += tl.where((row < 16)[None, :], -1.0, 1.0) * k_w.to(tl.float32) * sums
+    dk += sums * w
+
     x = from_middle_of_8(g, OPERAND, INTERPRET)
-    up, down = exp2(x, INTERPRET), exp2(-x, INTERPRET)
-    q_up, k_up = factor(q * up, OPERAND, INTERPRET), factor(k * up, OPERAND, INTERPRET)
-    k_down = factor(k * down, OPERAND, INTERPRET)
     last = tl.where(row % 16 < 8, row // 16 * 16 + 11, row)  # rows of second blocks meet zeros of da
     over = exp2(sums_of_rows(g, row + 1, last, OPERAND, INTERPRET), INTERPRET)
-    k_over = factor(k * over, OPERAND, INTERPRET)
+    up, down = exp2(x, INTERPRET), exp2(-x, INTERPRET)
+    k_down, k_over = factor(k * down, OPERAND, INTERPRET), factor(k * over, OPERAND, INTERPRET)
+    q_up = factor(q * up, OPERAND, INTERPRET)
     da_8, da_16 = in_block(da, 8, OPERAND, INTERPRET), in_block(da, 16, OPERAND, INTERPRET)
+    sums = tl.dot(k_over, tl.trans(da_16), tl.dot(k_down, tl.trans(da_8)))
+    dG += q_up.to(tl.float32) * sums
+    dq += sums * up
+    k_up = factor(k * up, OPERAND, INTERPRET)
     dak_8, dak_16 = in_block(dak, 8, OPERAND, INTERPRET), in_block(dak, 16, OPERAND, INTERPRET)
-    row_q = tl.dot(k_over, tl.trans(da_16), tl.dot(k_down, tl.trans(da_8)))
-    row_k = tl.dot(k_over, tl.trans(dak_16), tl.dot(k_down, tl.trans(dak_8)))
-    dG = q_up.to(tl.float32) * row_q + k_up.to(tl.float32) * row_k
-    dq, dk = row_q * up, row_k * up
-    column = tl.dot(k_up, dak_8, tl.dot(q_up, da_8))
-    dG -= k_down.to(tl.float32) * column
-    dk += column * down
-    column = tl.dot(k_up, dak_16, tl.dot(q_up, da_16))
-    dG -= k_over.to(tl.float32) * column
-    dk += column * over
+    sums = tl.dot(k_over, tl.trans(dak_16), tl.dot(k_down, tl.trans(dak_8)))
+    dG += k_up.to(tl.float32) * sums
+    dk += sums * up
+    sums = tl.dot(k_up, dak_8, tl.dot(q_up, da_8))
+    dG -= k_down.to(tl.float32) * sums
+    dk += sums * down
+    sums = tl.dot(k_up, dak_16, tl.dot(q_up, da_16))
+    dG -= k_over.to(tl.float32) * sums
+    return dq, dk + sums * over, dG
 
-    border = row * 0 + 16
-    first, last = tl.where(row < 16, row + 1, border), tl.where(row < 16, border - 1, row)
-    w = exp2(sums_of_rows(g, first, last, OPERAND, INTERPRET), INTERPRET)
-    q_w, k_w = factor(q * w, OPERAND, INTERPRET), factor(k * w, OPERAND, INTERPRET)
-    da_32, dak_32 = in_block(da, 32, OPERAND, INTERPRET), in_block(dak, 32, OPERAND, INTERPRET)
-    row_q = tl.dot(k_w, tl.trans(da_32))
-    both = tl.dot(k_w, dak_32 + tl.trans(dak_32), tl.dot(q_w, da_32))
-    dG += q_w.to(tl.float32) * row_q + k_w.to(tl.float32) * tl.where((row < 16)[None, :], -both, both)
-    return dq + row_q * w, dk + both * w, dG
+
+@triton.jit
+def last_logit(rate):
+    """Logits above it are cut off: rate softplus(x) = SHUT ln 2, solved for x."""
+    bits = SHUT / rate
+    rest = tl.where(bits < 1e-3, bits * 0.6931471805599453, 1.0 - tl.exp2(-bits))
+    return (bits + tl.log2(rest)) * 0.6931471805599453
 
 
 @triton.jit
@@ -100,27 +113,32 @@ def through_gate(
     dg, z_ptr, dz_ptr, held, at, bias, rate, z_stride, identity, channel,
     H: tl.constexpr, K: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Stores dz of a half; its sums over rows, and those of dg times the decay: the parts of dt_bias and A_log."""
-    z = tl.load(z_ptr + at * z_stride + channel[None, :], mask=held, other=0.0)
-    z = transposed(z, identity, INTERPRET)
-    decay = log2_decay(z, bias, rate, 0.0, False, INTERPRET)
-    dg = tl.where(tl.trans(held) & (decay != -SHUT), dg, 0.0)
-    dz = dg * (-rate * reciprocal(1.0 + exp2(tl.minimum((z + bias) * -LOG2E, 126.0), INTERPRET), INTERPRET))
+    """Stores dz of a half; its sum over rows, the part of dt_bias."""
+    x = tl.load(z_ptr + at * z_stride + channel[None, :], mask=held, other=0.0)
+    x = transposed(x, identity, INTERPRET) + bias
+    dg = tl.where(tl.trans(held) & (x <= last_logit(rate)), dg, 0.0)
+    dz = dg * (-rate * reciprocal(1.0 + exp2(tl.minimum(x * -LOG2E, 126.0), INTERPRET), INTERPRET))
     tl.store(dz_ptr + channel[None, :] + at * (H * K), tl.trans(dz.to(dz_ptr.dtype.element_ty)), mask=held)
-    return tl.sum(dz, 1), tl.sum(dg * decay, 1) * 0.6931471805599453
+    return tl.sum(dz, 1)
 
 
 @triton.jit
-def rows_of_half(
-    q_ptr, k_ptr, z_ptr, q_norm, k_norm, bias, rate, held, at, q_stride, k_stride, z_stride, identity, channel,
-    INTERPRET: tl.constexpr,
-):  # fmt: skip
-    """q and k normalised, the log2-decay, [K, 32]."""
+def uncut(g):
+    return tl.where(g == -SHUT, 0.0, g)
+
+
+@triton.jit
+def decays_of_half(z_ptr, bias, rate, held, at, z_stride, identity, channel, INTERPRET: tl.constexpr):
+    """The log2-decay [K, 32]."""
     z = tl.load(z_ptr + at * z_stride + channel[None, :], mask=held, other=NO_TOKEN)
-    g = log2_decay(transposed(z, identity, INTERPRET), bias, rate, 0.0, False, INTERPRET)
-    q = tl.load(q_ptr + at * q_stride + channel[None, :], mask=held, other=0.0)
-    k = tl.load(k_ptr + at * k_stride + channel[None, :], mask=held, other=0.0)
-    return transposed(q, identity, INTERPRET) * q_norm, transposed(k, identity, INTERPRET) * k_norm, g
+    return log2_decay(transposed(z, identity, INTERPRET), bias, rate, 0.0, False, INTERPRET)
+
+
+@triton.jit
+def rows_of_half(x_ptr, norm, held, at, stride, identity, channel, INTERPRET: tl.constexpr):
+    """q or k [K, 32], normalised."""
+    x = tl.load(x_ptr + at * stride + channel[None, :], mask=held, other=0.0)
+    return transposed(x, identity, INTERPRET) * norm
 
 
 @triton.jit
@@ -169,20 +187,18 @@ def local_channels_nested(
         through += tl.sum(tl.where(channel[:, None] == channel[None, :], product, 0.0), 1)
     through = through[:, None] * (exp2(t0 + t1 + t2 + t3, INTERPRET) * per_unit)
 
-    q_norm_a, k_norm_a = tl.load(norms)[None, :], tl.load(norms + 2 * R)[None, :]
-    q_a, k_a, g_a = rows_of_half(
-        q_ptr, k_ptr, z_ptr, q_norm_a * scale, k_norm_a, bias, rate, in_a, at_a, q_stride, k_stride, z_stride,
-        identity, channel, INTERPRET,
-    )  # fmt: skip
-    c = exp2(sums_of_rows(g_a, row + 1, row * 0 + R, OPERAND, INTERPRET), INTERPRET)
-    k_c = factor(k_a * c, OPERAND, INTERPRET)
+    # Half a as far as half b needs it.
+    k_norm_a = tl.load(norms + 2 * R)[None, :]
+    g = decays_of_half(z_ptr, bias, rate, in_a, at_a, z_stride, identity, channel, INTERPRET)
+    k = rows_of_half(k_ptr, k_norm_a, in_a, at_a, k_stride, identity, channel, INTERPRET)
+    c = exp2(sums_of_rows(g, row + 1, row * 0 + R, OPERAND, INTERPRET), INTERPRET)
+    k_c = factor(k * c, OPERAND, INTERPRET)
 
     # Half b.
     q_norm_b, k_norm_b = tl.load(norms + R)[None, :], tl.load(norms + 3 * R)[None, :]
-    q, k, g = rows_of_half(
-        q_ptr, k_ptr, z_ptr, q_norm_b * scale, k_norm_b, bias, rate, in_b, at_b, q_stride, k_stride, z_stride,
-        identity, channel, INTERPRET,
-    )  # fmt: skip
+    g = decays_of_half(z_ptr, bias, rate, in_b, at_b, z_stride, identity, channel, INTERPRET)
+    k = rows_of_half(k_ptr, k_norm_b, in_b, at_b, k_stride, identity, channel, INTERPRET)
+    q = rows_of_half(q_ptr, q_norm_b * scale, in_b, at_b, q_stride, identity, channel, INTERPRET)
     dq = tl.zeros((K, R), tl.float32)
     dk = tl.zeros((K, R), tl.float32)
     end = tl.zeros((K, R), tl.float32)
@@ -203,11 +219,9 @@ def local_channels_nested(
     dq, dk = dq * start, dk * -start
     to_end = exp2(sums_of_rows(g, row + 1, row * 0 + R, OPERAND, INTERPRET), INTERPRET)
     end *= to_end * per_unit * tl.load(norms + 5 * R)[None, :]
-    ended_b = k * end
+    dg_b = times_ones(k * end, earlier, 2, OPERAND, INTERPRET)
     dG = q * dq + k * dk
     dk += end
-    more_q, more_k, more_G = pairs_of_half(q, k, g, da_bb, dak_bb, OPERAND, INTERPRET)
-    dq, dk, dG = dq + more_q, dk + more_k, dG + more_G
     q_r, k_r = factor(q * r, OPERAND, INTERPRET), factor(k * r, OPERAND, INTERPRET)
     from_a = tl.dot(k_c, tl.trans(operand(da_ba, OPERAND, INTERPRET)))
     dG += q_r.to(tl.float32) * from_a
@@ -215,14 +229,20 @@ def local_channels_nested(
     from_a = tl.dot(k_c, tl.trans(operand(dak_ba, OPERAND, INTERPRET)))
     dG += k_r.to(tl.float32) * from_a
     dk += from_a * r
+    dq, dk, dG = pairs_of_half(dq, dk, dG, q, k, g, da_bb, dak_bb, OPERAND, INTERPRET)
     store_rows(
         dq, dk, q, k, own_b, q_norm_b, k_norm_b, unit, scale, dq_ptr, dk_ptr, db_ptr + (row + R) * H, norms + 5 * R,
         in_b, row + R < count, channel[None, :] + at_b * (H * K),
     )  # fmt: skip
-    dg_b = times_ones(dG, later, 3, OPERAND, INTERPRET) + times_ones(ended_b, earlier, 3, OPERAND, INTERPRET)
+    dg_b += times_ones(dG, later, 3, OPERAND, INTERPRET)
+    drate, g_sum = tl.sum(dg_b * uncut(g), 1), tl.sum(uncut(g), 1)
     after = tl.sum(dG, 1)[:, None]
 
     # Half a.
+    q_norm_a = tl.load(norms)[None, :]
+    g = decays_of_half(z_ptr, bias, rate, in_a, at_a, z_stride, identity, channel, INTERPRET)
+    k = rows_of_half(k_ptr, k_norm_a, in_a, at_a, k_stride, identity, channel, INTERPRET)
+    q = rows_of_half(q_ptr, q_norm_a * scale, in_a, at_a, q_stride, identity, channel, INTERPRET)
     dq = tl.zeros((K, R), tl.float32)
     dk = tl.zeros((K, R), tl.float32)
     end = tl.zeros((K, R), tl.float32)
@@ -238,31 +258,34 @@ def local_channels_nested(
         dq = tl.dot(state, tl.trans(operand(do, OPERAND, INTERPRET)), dq)
         dk = tl.dot(state, tl.trans(operand(dv, OPERAND, INTERPRET)), dk)
         end = tl.dot(tl.trans(dstate), tl.trans(operand(u, OPERAND, INTERPRET)), end)
-    start = exp2(sums_of_rows(g_a, row * 0, row, OPERAND, INTERPRET), INTERPRET) * per_unit
+    start = exp2(sums_of_rows(g, row * 0, row, OPERAND, INTERPRET), INTERPRET) * per_unit
     dq, dk = dq * start, dk * -start
+    c = exp2(sums_of_rows(g, row + 1, row * 0 + R, OPERAND, INTERPRET), INTERPRET)
     end *= c * (exp2(t2 + t3, INTERPRET) * per_unit) * tl.load(norms + 4 * R)[None, :]
-    ended_a = k_a * end
-    dG = q_a * dq + k_a * dk
+    ended = k * end
+    passed = tl.sum(ended, 1)[:, None] + through  # by every row of b
+    dg_b += passed
+    drate += tl.sum(passed, 1) * g_sum
+    dg = times_ones(ended, earlier, 2, OPERAND, INTERPRET)
+    dG = q * dq + k * dk
     to_b = tl.dot(q_r, operand(da_ba, OPERAND, INTERPRET))
     to_b = tl.dot(k_r, operand(dak_ba, OPERAND, INTERPRET), to_b)
     dG -= k_c.to(tl.float32) * to_b
     dk += end + to_b * c
-    more_q, more_k, more_G = pairs_of_half(q_a, k_a, g_a, da_aa, dak_aa, OPERAND, INTERPRET)
-    dq, dk, dG = dq + more_q, dk + more_k, dG + more_G
+    dq, dk, dG = pairs_of_half(dq, dk, dG, q, k, g, da_aa, dak_aa, OPERAND, INTERPRET)
     store_rows(
-        dq, dk, q_a, k_a, own_a, q_norm_a, k_norm_a, unit, scale, dq_ptr, dk_ptr, db_ptr + row * H, norms + 4 * R,
+        dq, dk, q, k, own_a, q_norm_a, k_norm_a, unit, scale, dq_ptr, dk_ptr, db_ptr + row * H, norms + 4 * R,
         in_a, row < count, channel[None, :] + at_a * (H * K),
     )  # fmt: skip
-    dg_a = times_ones(dG, later, 3, OPERAND, INTERPRET) + times_ones(ended_a, earlier, 3, OPERAND, INTERPRET)
-    dg_a += after + through
-    dg_b += tl.sum(ended_a, 1)[:, None] + through
+    dg += times_ones(dG, later, 3, OPERAND, INTERPRET) + (after + through)
 
     # The gate.
-    bias_a, rate_a = through_gate(
-        dg_a * unit, z_ptr, dz_ptr, in_a, at_a, bias, rate, z_stride, identity, channel, H, K, INTERPRET
+    drate += tl.sum(dg * uncut(g), 1)
+    bias_a = through_gate(
+        dg * unit, z_ptr, dz_ptr, in_a, at_a, bias, rate, z_stride, identity, channel, H, K, INTERPRET
     )
-    bias_b, rate_b = through_gate(
+    bias_b = through_gate(
         dg_b * unit, z_ptr, dz_ptr, in_b, at_b, bias, rate, z_stride, identity, channel, H, K, INTERPRET
     )
     tl.store(dbias_ptr + channel, bias_a + bias_b)
-    tl.store(drate_ptr + channel, rate_a + rate_b)
+    tl.store(drate_ptr + channel, drate * (unit * 0.6931471805599453))

@@ -52,6 +52,7 @@ def local(name: str, K: int = 128, V: int = 128, bounded: bool = True, **limits:
 
 
 SPILL: dict[str, Any] = dict(max_spill_bytes=800, reason="two halves and what they exchange")
+NESTED: dict[str, Any] = dict(max_spill_bytes=1500, reason="two halves, and pairs of four kinds in each")
 SPECIMENS = [
     prepare("k128"),
     prepare("softplus", bounded=False),
@@ -63,5 +64,8 @@ SPECIMENS = [
     local("v64", V=64, **SPILL),
     local("k64", K=64, V=64, **SPILL),
     local("v256", V=256, **SPILL),
-    local("softplus", bounded=False, max_spill_bytes=1800, reason="two halves, and pairs of four kinds in each"),
+    local("softplus", bounded=False, **NESTED),
+    local("softplus_v64", V=64, bounded=False, **NESTED),
+    local("softplus_k64", K=64, V=64, bounded=False, **NESTED),
+    local("softplus_v256", V=256, bounded=False, **NESTED),
 ]
