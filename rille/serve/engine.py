@@ -306,7 +306,8 @@ class Engine:
     def _take_in(
         self, request: Request, handle: RequestHandle, seed: int, came: float, matchers: Sequence[Matcher | None]
     ) -> None:
-        self._pending -= request.params.n
+        with self._lock:
+            self._pending -= request.params.n
         spans = picture_spans(request, self.model.config)
         choices = self.scheduler.submit(request, handle.id, came, spans, checked=True)
         for choice, matcher in zip(choices, matchers, strict=True):
