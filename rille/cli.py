@@ -151,7 +151,7 @@ recipes
 
 examples
   rille train tiny                                        on the standard library of the running Python
-  rille train tiny --data notes/ --out runs/notes         on a text file, a folder, .jsonl[.xz|.zst] or .parquet
+  rille train tiny --data notes/ --out runs/notes         on a text file, a folder, .jsonl[.gz|.xz|.zst] or .parquet
   rille train tiny --steps 1000 --optim.lr 3e-3 --out runs/long
   rille train tiny --steps 1000 --optim.lr 3e-3 --out runs/long --resume
   rille train nano --data sets/mixed --max-minutes 50     on a GPU, stopping in time for the end of a reservation"""

@@ -20,7 +20,7 @@ class DataConfig:
     """
 
     path: Annotated[str | None, arg(aliases=["--data"], metavar="PATH")] = None
-    """A text file, a folder, .jsonl[.xz|.zst] or .parquet, or a set that `rille data build` made; none: the standard
+    """A text file, a folder, .jsonl[.gz|.xz|.zst] or .parquet, or a set that `rille data build` made; none: the standard
     library of the running Python."""
 
     max_bytes: int | None = 10_000_000

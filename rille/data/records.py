@@ -18,9 +18,8 @@ from importlib import import_module
 from pathlib import Path
 
 from rille.data.archives import CutShort, Damaged, blocks_of, limited_lines
-from rille.data.sources import KINDS, NO_PERMISSION, check_source, files_below, spelled
+from rille.data.sources import JSON_LINES, KINDS, NO_PERMISSION, check_source, files_below, spelled
 
-JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst")
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def source_state(path: str) -> list[list]:
 
 
 def _existing(path: str) -> Path:
-    check_source(path, f"{KINDS}, .jsonl.gz, or hf:DATASET")
+    check_source(path, f"{KINDS}, or hf:DATASET")
     return Path(path)
 
 

@@ -3,7 +3,7 @@
     None                     the standard library of the running Python: .py sources, without tests and generated tables
     a text file              one document
     a folder                 every file in it, folders inside folders too, sorted by path
-    .jsonl .jsonl.xz .zst    one document a line, its field `text`
+    .jsonl .gz .xz .zst      one document a line, its field `text` (.jsonl.gz and so on)
     .parquet                 one document a row, its column `text`
 
 Text is UTF-8 and is passed on byte for byte: nothing is stripped, normalised or dropped. What cannot be read as text
@@ -28,7 +28,8 @@ from rille.data.archives import CutShort, Damaged, blocks_of, limited_lines
 Note = Callable[[str], None]
 
 NO_PERMISSION = "no permission to read"
-KINDS = "a UTF-8 text file, a folder, .jsonl, .jsonl.xz, .jsonl.zst or .parquet"
+KINDS = "a UTF-8 text file, a folder, .jsonl, .jsonl.gz, .jsonl.xz, .jsonl.zst or .parquet"
+JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst")
 FIELD = "text"
 
 _LIBRARY_SKIPS = {
@@ -210,7 +211,7 @@ def _read_file(file: Path, max_bytes: int | None, skipped: Counter[str]) -> Iter
     name = file.name.lower()
     if name.endswith(".parquet"):
         return _read_parquet(file, skipped)
-    if name.endswith((".jsonl", ".jsonl.xz", ".jsonl.zst")):
+    if name.endswith(JSON_LINES):
         return _read_jsonl(file, skipped)
     return _read_text(file, max_bytes)
 

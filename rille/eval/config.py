@@ -42,7 +42,7 @@ class HeldOutConfig(Where):
     """Bits per byte of text that the model has not seen, by source."""
 
     sources: tuple[str, ...] = ()
-    """NAME=PATH: a text file, a folder, .jsonl[.xz|.zst] or .parquet, or a set that `rille data build` made (its
+    """NAME=PATH: a text file, a folder, .jsonl[.gz|.xz|.zst] or .parquet, or a set that `rille data build` made (its
     held-out side). None: the held-out text of the run itself."""
 
     context: int = 4096
@@ -90,7 +90,7 @@ class NeedleConfig(Where):
     """Texts for each length and depth."""
 
     haystack: str | None = None
-    """The text around: a file, a folder, .jsonl[.xz|.zst] or .parquet; none: the standard library of this Python."""
+    """The text around: a file, a folder, .jsonl[.gz|.xz|.zst] or .parquet; none: the standard library of this Python."""
 
     seed: int = 0
     """Of the choice of text and needle."""

@@ -1,5 +1,6 @@
 """Documents come out whole and in order; what cannot be read is refused or counted, never passed over in silence."""
 
+import gzip
 import json
 import lzma
 import os
@@ -75,7 +76,7 @@ def test_folder_is_sorted_and_counts_what_it_skips(tmp_path: Path):
     ]
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.xz", "jsonl.zst", "JSONL.ZST"])
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "jsonl.xz", "jsonl.zst", "JSONL.ZST"])
 def test_jsonl(tmp_path: Path, kind: str):
     file = tmp_path / f"texts.{kind}"
     file.write_bytes(_compressed(jsonl(*RECORDS[:2]) + b"\n" + jsonl(RECORDS[2], {"text": ""}), kind))
@@ -88,6 +89,8 @@ def test_jsonl(tmp_path: Path, kind: str):
 def _compressed(content: bytes, kind: str) -> bytes:
     if kind.endswith("xz"):
         return lzma.compress(content)
+    if kind.endswith("gz"):
+        return gzip.compress(content)
     if kind.lower().endswith("zst"):
         zstandard = pytest.importorskip("zstandard")
         half = len(content) // 2  # two frames, cut inside a line
@@ -96,13 +99,13 @@ def _compressed(content: bytes, kind: str) -> bytes:
 
 
 def test_last_line_needs_no_newline(tmp_path: Path):
-    for kind in ("jsonl", "jsonl.xz", "jsonl.zst"):
+    for kind in ("jsonl", "jsonl.gz", "jsonl.xz", "jsonl.zst"):
         file = tmp_path / f"t.{kind}"
         file.write_bytes(_compressed(jsonl(*RECORDS).rstrip(), kind))
         assert [document.text for document in read(file)[0]] == TEXTS
 
 
-@pytest.mark.parametrize("kind", ["jsonl.xz", "jsonl.zst"])
+@pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.xz", "jsonl.zst"])
 @pytest.mark.parametrize("keep", [0.5, 0.99])
 def test_archive_that_is_cut_short(tmp_path: Path, kind: str, keep: float):
     whole = _compressed(jsonl(*[{"text": str(i**5)} for i in range(5000)]), kind)
@@ -111,7 +114,7 @@ def test_archive_that_is_cut_short(tmp_path: Path, kind: str, keep: float):
     assert "cut short" in refused(file)
 
 
-@pytest.mark.parametrize("kind", ["jsonl.xz", "jsonl.zst"])
+@pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.xz", "jsonl.zst"])
 def test_archive_that_is_none(tmp_path: Path, kind: str):
     (tmp_path / f"t.{kind}").write_bytes(jsonl(*RECORDS))
     assert "is damaged" in refused(tmp_path / f"t.{kind}")
