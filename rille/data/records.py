@@ -21,7 +21,6 @@ from rille.data.archives import CutShort, Damaged, blocks_of, limited_lines
 from rille.data.sources import JSON_LINES, KINDS, NO_PERMISSION, check_source, files_below, spelled
 
 
-
 @dataclass(frozen=True)
 class Record:
     """One record as it lies in its source. json: a line of JSON with the text in a field; else the text itself."""

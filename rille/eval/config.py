@@ -90,7 +90,7 @@ class NeedleConfig(Where):
     """Texts for each length and depth."""
 
     haystack: str | None = None
-    """The text around: a file, a folder, .jsonl[.gz|.xz|.zst] or .parquet; none: the standard library of this Python."""
+    """The text around: a file, a folder, .jsonl[.gz|.xz|.zst] or .parquet; none: the library of this Python."""
 
     seed: int = 0
     """Of the choice of text and needle."""
