@@ -79,7 +79,7 @@ def _add_chat(app: FastAPI, front: Front) -> None:
         model = front.check_model(body.model)
         turn = await in_thread(lambda: front.begin(body.ask()))
         if body.stream:
-            parts = chat_api.stream(front, turn, model, bool(body.logprobs), body.wants_usage)
+            parts = chat_api.stream(front, turn, model, bool(body.logprobs), body.usage_in)
             return streamed(parts, turn.abort)
         return answer(await unless_gone(request, chat_api.whole(front, turn, model, bool(body.logprobs))))
 
@@ -90,7 +90,7 @@ def _add_completions(app: FastAPI, front: Front) -> None:
         model = front.check_model(body.model)
         completions = await in_thread(lambda: body.begin(front))
         if body.stream:
-            parts = completions_api.stream(front, completions, model, body.wants_usage)
+            parts = completions_api.stream(front, completions, model, body.usage_in)
             return streamed(parts, completions.abort)
         return answer(await unless_gone(request, completions_api.whole(front, completions, model)))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
@@ -16,6 +16,7 @@ from rille.serve.schema import MAX_TOP_LOGPROBS
 from rille.text.chat import EFFORTS
 
 Json = dict[str, Any]
+UsageIn = Literal["none", "last", "every"]
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1024
 MAX_CHOICES = 128
@@ -59,6 +60,7 @@ class Body(BaseModel):
 
 class StreamOptions(Body):
     include_usage: bool = False
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None  # we never pad
 
 
@@ -103,13 +105,20 @@ class SamplingBody(Body):
             given["logit_bias"] = read_bias(self.logit_bias)
         if self.stop_token_ids:
             given["stop_ids"] = tuple(self.stop_token_ids)
-        if self.stream_options is not None and not self.stream:
+        options = self.stream_options
+        if options is not None and not self.stream:
             raise ValueError("stream_options goes with stream: true only")
+        if options is not None and options.continuous_usage_stats and not options.include_usage:
+            raise ValueError("stream_options: continuous_usage_stats goes with include_usage: true only")
         return given
 
     @property
-    def wants_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+    def usage_in(self) -> UsageIn:
+        """Which chunks of a stream say how many tokens there were."""
+        options = self.stream_options
+        if options is None or not options.include_usage:
+            return "none"
+        return "every" if options.continuous_usage_stats else "last"
 
 
 def read_bias(bias: Mapping[str, float]) -> dict[int, float]:

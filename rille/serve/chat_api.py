@@ -18,6 +18,7 @@ from rille.serve.asking import (
     Body,
     Json,
     SamplingBody,
+    UsageIn,
     read_effort,
     read_stops,
     read_tool_choice,
@@ -103,6 +104,11 @@ def usage_body(usage: Usage, reasoning: int) -> Json:
     }
 
 
+def usage_so_far(prompt: int, written: int) -> Json:
+    """What a stream knows on its way."""
+    return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+
+
 def new_call_id() -> str:
     return f"call_{uuid4().hex[:24]}"
 
@@ -142,17 +148,25 @@ def _choice(front: Front, index: int, choice: Gathered, wants_logprobs: bool) ->
 
 
 class _Chunks:
-    """Chunks of one stream. What those of a text have in common is made once."""
+    """Chunks of one stream. What those of a text have in common is made once. tail: what each ends with; with `varies`
+    that is what was counted last."""
 
-    def __init__(self, head: Json, tail: Json) -> None:
-        self._head, self._tail = head, tail
+    def __init__(self, head: Json, tail: Json, varies: bool = False) -> None:
+        self._head, self._tail, self._varies = head, tail, varies
         self._forms: dict[tuple[int, str], Form] = {}
+
+    def count(self, prompt: int, written: int) -> None:
+        """So many tokens there are by now."""
+        if self._varies:
+            self._tail = {"usage": usage_so_far(prompt, written)}
 
     def chunk(self, index: int, delta: Json, reason: str | None = None, logprobs: Json | None = None) -> bytes:
         return event(self._body(index, delta, reason, logprobs))
 
     def text(self, index: int, key: str, text: str) -> bytes:
         """A chunk whose delta has a text under this key, and nothing else."""
+        if self._varies:
+            return self.chunk(index, {key: text})
         if (form := self._forms.get((index, key))) is None:
             form = self._forms[index, key] = Form(self._body(index, {key: HOLE}, None, None))
         return form.fill(text)
@@ -176,7 +190,7 @@ class _Chunks:
 
 
 async def stream(
-    front: Front, turn: Turn, model: str, wants_logprobs: bool, wants_usage: bool
+    front: Front, turn: Turn, model: str, wants_logprobs: bool, usage_in: UsageIn
 ) -> AsyncGenerator[bytes, None]:
     """The same reply as chunks."""
     head: Json = {
@@ -185,8 +199,10 @@ async def stream(
         "created": turn.created,
         "model": model,
     }
-    chunks = _Chunks(head, {"usage": None} if wants_usage else {})
+    chunks = _Chunks(head, {} if usage_in == "none" else {"usage": None}, varies=usage_in == "every")
+    written = 0
     opening: Json = {"role": "assistant", "content": "", **({"reasoning_content": ""} if turn.has_thinking else {})}
+    chunks.count(turn.num_prompt, 0)
     for index in range(turn.num_choices):
         yield chunks.chunk(index, opening)
     ends: list[Ended] = []
@@ -196,9 +212,11 @@ async def stream(
                 ends.append(piece)
                 yield chunks.chunk(piece.index, {}, piece.reason)
                 continue
+            written += len(piece.tokens)
+            chunks.count(turn.num_prompt, written)
             for part in chunks.of(piece, _piece_logprobs(front, piece) if wants_logprobs else None):
                 yield part
-    if wants_usage:
+    if usage_in != "none":
         usage, reasoning = total(ends)
         yield event({**head, "choices": [], "usage": usage_body(usage, reasoning)})
     yield DONE

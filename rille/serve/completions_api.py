@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
-from rille.serve.asking import Ask, Body, Json, SamplingBody, read_stops, read_top_logprobs
-from rille.serve.chat_api import usage_body, with_known_role
+from rille.serve.asking import Ask, Body, Json, SamplingBody, UsageIn, read_stops, read_top_logprobs
+from rille.serve.chat_api import usage_body, usage_so_far, with_known_role
 from rille.serve.front import Front, Turn
 from rille.serve.replying import Ended, Gathered, Piece, total
 from rille.serve.schema import Usage
@@ -152,18 +152,24 @@ async def whole(front: Front, completions: Completions, model: str) -> Json:
 
 
 class _Chunks:
-    """Chunks of one stream. What those without log-probabilities have in common is made once a choice."""
+    """Chunks of one stream. What those without log-probabilities have in common is made once a choice. tail: what each
+    ends with; with `varies` that is what was counted last."""
 
-    def __init__(self, head: Json, tail: Json, wants_ids: bool) -> None:
-        self._head, self._tail, self._wants_ids = head, tail, wants_ids
+    def __init__(self, head: Json, tail: Json, wants_ids: bool, varies: bool = False) -> None:
+        self._head, self._tail, self._wants_ids, self._varies = head, tail, wants_ids, varies
         self._forms: dict[int, Form] = {}
+
+    def count(self, prompt: int, written: int) -> None:
+        """So many tokens there are by now."""
+        if self._varies:
+            self._tail = {"usage": usage_so_far(prompt, written)}
 
     def chunk(self, index: int, text: str, reason: str | None = None) -> bytes:
         return event(self._body(index, text, reason=reason))
 
     def of(self, index: int, text: str, logprobs: Json | None, ids: list[int]) -> bytes:
         """A chunk of what was said."""
-        if logprobs is not None:
+        if logprobs is not None or self._varies:
             return event(self._body(index, text, ids, logprobs))
         if (form := self._forms.get(index)) is None:
             form = self._forms[index] = Form(self._body(index, HOLE, HOLE))
@@ -177,12 +183,15 @@ class _Chunks:
         return {**self._head, "choices": [choice], **self._tail}
 
 
-async def stream(front: Front, completions: Completions, model: str, wants_usage: bool) -> AsyncGenerator[bytes, None]:
+async def stream(front: Front, completions: Completions, model: str, usage_in: UsageIn) -> AsyncGenerator[bytes, None]:
     """The same reply as chunks."""
     head = _head(completions, model)
-    chunks = _Chunks(head, {"usage": None} if wants_usage else {}, completions.wants_ids)
+    tail = {} if usage_in == "none" else {"usage": None}
+    chunks = _Chunks(head, tail, completions.wants_ids, varies=usage_in == "every")
+    read, written = sum(turn.num_prompt for turn in completions.turns), 0
     lists: dict[int, Lists] = {}
     ends: dict[int, Ended] = {}
+    chunks.count(read, written)
     for place, echo in enumerate(completions.echoes):
         for choice in range(completions.num_each if echo else 0):
             yield chunks.chunk(place * completions.num_each + choice, echo)
@@ -192,6 +201,8 @@ async def stream(front: Front, completions: Completions, model: str, wants_usage
                 ends[piece.index] = piece
                 yield chunks.chunk(piece.index, "", piece.reason)
                 continue
+            written += len(piece.tokens)
+            chunks.count(read, written)
             text = "".join(one.text for one in piece.events if isinstance(one, Content))
             logprobs = None
             if completions.wants_logprobs and piece.tokens:
@@ -199,7 +210,7 @@ async def stream(front: Front, completions: Completions, model: str, wants_usage
             ids = [token.token for token in piece.tokens]
             if text or logprobs or (ids and completions.wants_ids):
                 yield chunks.of(piece.index, text, logprobs, ids)
-    if wants_usage:
+    if usage_in != "none":
         yield event({**head, "choices": [], "usage": usage_body(completions.usage(ends), 0)})
     yield DONE
 

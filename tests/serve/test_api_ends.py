@@ -5,7 +5,7 @@ import pytest
 
 from tests.serve.scripted import reply_ids, small_tokenizer
 from tests.serve.served import serving
-from tests.serve.test_api_chat import both
+from tests.serve.test_api_chat import USER, both
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +43,28 @@ def test_min_tokens_hold_stop_strings_back_too(server, client, tokenizer):
     reply = both(server, client, ids, stop="STOP", extra_body=extra)
     assert reply.choices[0].message.content == "one STOP two " and reply.choices[0].finish_reason == "stop"
     assert reply.usage.completion_tokens >= extra["min_tokens"]
+
+
+@pytest.mark.parametrize("path", ["chat", "completions"])
+def test_every_chunk_counts_where_that_is_asked_for(server, client, tokenizer, path):
+    """Tokens so far, rising to those of the last chunk, which alone knows what was cached."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    server.say(reply_ids(tokenizer, content="one two three"), gap_s=0.01, cached=2)
+    request = {"model": "tiny", "stream": True, "stream_options": options, "logprobs": None, "max_tokens": 500}
+    if path == "chat":
+        *chunks, last = client.chat.completions.create(messages=[USER], **request)
+    else:
+        *chunks, last = client.completions.create(prompt=["one two"], **request)
+    written = [chunk.usage.completion_tokens for chunk in chunks]
+    assert written == sorted(written) and len(set(written)) > 5 and written[-1] == last.usage.completion_tokens
+    assert {chunk.usage.prompt_tokens for chunk in chunks} == {last.usage.prompt_tokens}
+    assert last.usage.prompt_tokens_details.cached_tokens == 2
+    assert (
+        server.post(
+            "/v1/completions", {"prompt": "a", "stream": True, "stream_options": {**options, "include_usage": False}}
+        )[0]
+        == 400
+    )
 
 
 def test_a_stop_id_is_no_part_of_the_text(server, client, tokenizer):
