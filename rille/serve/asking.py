@@ -93,6 +93,7 @@ class SamplingBody(Body):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: Json | None = None
 
     def sampling(self) -> Json:
         """Fields of `SamplingParams`, those that were given. Raises ValueError."""

@@ -51,6 +51,7 @@ class ChatBody(SamplingBody):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     modalities: list[Literal["text"]] | None = None
+    verbosity: Literal["medium"] | None = None  # the model knows no other
 
     def ask(self) -> Ask:
         """Raises ValueError."""

@@ -46,6 +46,17 @@ class OutputConfig(Body):
     format: Json | None = None
 
 
+class Edit(Body):
+    """Of a history: this server takes what it does anyway, which is to keep all thinking."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]
+
+
+class ContextManagement(Body):
+    edits: list[Edit] | None = None
+
+
 class MessagesBody(Body):
     """The last parameters change nothing here, as in `SamplingBody`."""
 
@@ -65,6 +76,7 @@ class MessagesBody(Body):
 
     metadata: Json | None = None
     service_tier: str | None = None
+    context_management: ContextManagement | None = None
     cache_control: Json | None = None
 
     def ask(self) -> Ask:
@@ -136,6 +148,7 @@ class CountBody(Body):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
     cache_control: Json | None = None
 
     def ask(self) -> Ask:

@@ -44,6 +44,7 @@ class StreamOptions(Body):
 
 class TextFormat(Body):
     format: Json | None = None
+    verbosity: Literal["medium"] | None = None  # the model knows no other
 
 
 class ResponsesBody(Body):
@@ -75,6 +76,7 @@ class ResponsesBody(Body):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: Json | None = None
 
     def ask(self) -> Ask:
         """Raises ValueError."""
