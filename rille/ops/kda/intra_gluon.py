@@ -297,6 +297,36 @@ def nested_products_of_q(
 
 
 @gluon.jit
+def rows_of_both(
+    q_s, k_s, down_s, start_s, kw_s, qw_s, q_out, k_out, x, q_factors, k_factors, betas, late, over_middle, from_start,
+    to_end, SOLVED: gl.constexpr, TILES: gl.constexpr, FLAT: gl.constexpr, PART: gl.constexpr, R: gl.constexpr,
+    K: gl.constexpr,
+):  # fmt: skip
+    """For the bounded gate all that products take of q and k, and what goes to memory."""
+    k_all, q_all = tiles_of(k_s, TILES, FLAT, K), tiles_of(q_s, TILES, FLAT, K)
+    x_parts, k_parts, q_parts = quarters_of(x, PART), quarters_of(k_all, PART), quarters_of(q_all, PART)
+    gl.thread_barrier()  # all rows of k and q are in registers
+    for p in gl.static_range(PARTS):
+        x = x_parts[p]
+        k = k_parts[p].to(gl.float32) * k_factors.slice(p * R, R, 1).load(gl.SliceLayout(2, PART))[:, :, None]
+        q = q_parts[p].to(gl.float32) * q_factors.slice(p * R, R, 1).load(gl.SliceLayout(2, PART))[:, :, None]
+        up, down = exp2(x), exp2(-x)
+        middle = gl.where(late, up, down) * over_middle
+        if not SOLVED:
+            put(k_s, k * up, p, R, K)
+            put(q_s, q * up, p, R, K)
+            put(down_s, k * down, p, R, K)
+            put(kw_s, k * middle, p, R, K)
+            put(qw_s, q * middle, p, R, K)
+        begin = gl.where(late, middle, up) * from_start
+        put(start_s, k * begin, p, R, K)
+        gl.store(q_out + p * R * K, (q * begin).to(gl.bfloat16))
+        beta = betas.slice(p * R, R, 1).load(gl.SliceLayout(2, PART))[:, :, None]
+        end = gl.where(late, down, middle) * to_end * beta
+        gl.store(k_out + p * R * K, (k * end).to(gl.bfloat16))
+
+
+@gluon.jit
 def half_products(k_s, q_s, down_s, kw_s, qw_s, i, j, SQUARE: gl.constexpr, PRODUCT: gl.constexpr):
     """L and A for the bounded gate: one product inside the halves, one between them."""
     zero = gl.zeros([64, 64], gl.float32, PRODUCT)
@@ -473,33 +503,18 @@ def intra_tile_kernel(
     q_factors = factors_s.index(1)._reinterpret(gl.float32, [4, 16], PLAIN)
     betas = factors_s.index(2)._reinterpret(gl.float32, [4, 16], PLAIN)
     at = out * (64 * K) + (tile_p[:, None][:, None, :] * 16 + row_p) * K + channel_p[None, :][:, None, :]
-    if not SOLVED:
+    if SOLVED:
+        qw_s = kw_s  # neither is used
+    else:
         qw_s = gl.allocate_shared_memory(BF16, [64, K], w_desc.layout)
     if BOUNDED:
-        k_all, q_all = tiles_of(k_s, TILES, FLAT, K), tiles_of(q_s, TILES, FLAT, K)
-        x_parts, k_parts, q_parts = quarters_of(x, PART), quarters_of(k_all, PART), quarters_of(q_all, PART)
-        gl.thread_barrier()  # all rows of k and q are in registers
-        for p in gl.static_range(PARTS):
-            x = x_parts[p]
-            k = k_parts[p].to(gl.float32) * k_factors.slice(p * R, R, 1).load(gl.SliceLayout(2, PART))[:, :, None]
-            q = q_parts[p].to(gl.float32) * q_factors.slice(p * R, R, 1).load(gl.SliceLayout(2, PART))[:, :, None]
-            up, down = exp2(x), exp2(-x)
-            middle = gl.where(late, up, down) * over_middle
-            if not SOLVED:
-                put(k_s, k * up, p, R, K)
-                put(q_s, q * up, p, R, K)
-                put(z_s, k * down, p, R, K)
-                put(kw_s, k * middle, p, R, K)
-                put(qw_s, q * middle, p, R, K)
-            begin = gl.where(late, middle, up) * from_start
-            put(start_s, k * begin, p, R, K)
-            gl.store(q_out_ptr + at + p * R * K, (q * begin).to(BF16))
-            beta = betas.slice(p * R, R, 1).load(gl.SliceLayout(2, PART))[:, :, None]
-            end = gl.where(late, down, middle) * to_end * beta
-            gl.store(k_out_ptr + at + p * R * K, (k * end).to(BF16))
+        rows_of_both(
+            q_s, k_s, z_s, start_s, kw_s, qw_s, q_out_ptr + at, k_out_ptr + at, x, q_factors,
+            k_factors, betas, late, over_middle, from_start, to_end, SOLVED, TILES, FLAT, PART, R, K,
+        )  # fmt: skip
     else:
         if SOLVED:
-            blocks_s, qw_s = z_s, z_s  # not used
+            blocks_s = kw_s
         else:
             blocks_s = gl.allocate_shared_memory(
                 BF16, [64, K], w_desc.layout
