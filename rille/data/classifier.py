@@ -60,11 +60,14 @@ def load_classifier(path: str | Path) -> Classifier:
     try:
         with np.load(path, allow_pickle=False) as stored:
             facts, weights = json.loads(str(stored["facts"])), stored["weights"]
+        found = Classifier(tuple(facts["labels"]), facts["features"], int(facts["span"]), weights)
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist; make a filter with rille data train-filter") from None
-    except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except (ValueError, KeyError, TypeError, IndexError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} is not a filter of rille data train-filter ({error})") from None
-    return Classifier(tuple(facts["labels"]), facts["features"], facts["span"], weights)
+    if weights.ndim != 2 or weights.shape[1] != len(found.labels) or found.features not in FEATURES:
+        raise ValueError(f"{path} is not a filter of rille data train-filter (its table fits no labels)")
+    return found
 
 
 def features_of(text: str, features: str, span: int, buckets: int) -> tuple[np.ndarray, np.ndarray]:

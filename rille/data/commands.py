@@ -103,6 +103,8 @@ def train_filter(config: TrainFilterConfig) -> None:
     result = train_filter(config, Bars())
     console = Console()
     console.print(result.table())
+    for reason, count in sorted(result.left_out.items()):
+        print(f"left out: {count:,} {reason}")
     print(f"{config.out}: {result.accuracy:.1%} of {result.tested:,} texts that it was not trained on are told right")
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
@@ -20,10 +22,11 @@ _LONGEST = 16_000_000
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """confusion int64 [labels, labels]: what texts of a label were taken for."""
+    """confusion int64 [labels, labels]: what texts of a label were taken for. left_out: records without a text."""
 
     labels: tuple[str, ...]
     confusion: np.ndarray
+    left_out: Counter[str] = field(default_factory=Counter)
 
     @property
     def tested(self) -> int:
@@ -47,11 +50,10 @@ def train_filter(config: TrainFilterConfig, steps: Steps) -> Result:
     """
     learned: list[tuple[str, str]] = []
     tested: list[tuple[str, str]] = []
+    left_out: Counter[str] = Counter()
     for example in config.examples:
         label, _, path = example.partition("=")
-        records = read_records(path, field=config.field, max_bytes=_LONGEST)
-        texts = (text_of(record, config.field) for record in records if not isinstance(record, Fault))
-        for text in islice((text for text in texts if not isinstance(text, Fault)), config.most):
+        for text in islice(_texts(path, config.field, left_out), config.most):
             digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
             side = tested if int.from_bytes(digest, "big") < _TESTED * 2**64 else learned
             side.append((label, text[: config.span]))
@@ -66,4 +68,14 @@ def train_filter(config: TrainFilterConfig, steps: Steps) -> Result:
         raise ValueError(f"all examples of {', '.join(sorted(unknown))} fell among the tested ones; give more")
     classifier.save(config.out)
     table = confusion(classifier, [text for _, text in tested], [label for label, _ in tested])
-    return Result(classifier.labels, table)
+    return Result(classifier.labels, table, left_out)
+
+
+def _texts(path: str, field: str, left_out: Counter[str]) -> Iterator[str]:
+    """The texts of a source; what has none is counted by its reason."""
+    for record in read_records(path, field=field, max_bytes=_LONGEST):
+        text = record if isinstance(record, Fault) else text_of(record, field)
+        if isinstance(text, Fault):
+            left_out[text.reason] += 1
+        else:
+            yield text

@@ -152,6 +152,15 @@ def test_classifier_tells_languages_apart_and_is_kept(tmp_path: Path):
     assert fault_of(Judge("plain", "text", judge.language, judge.quality, False), GOOD) is None
 
 
+def test_records_without_a_text_are_counted(tmp_path: Path):
+    file = write_jsonl(tmp_path / "a.jsonl", [essay(seed) for seed in range(40)])
+    with file.open("ab") as stream:
+        stream.write(b'no json\n{"text": 5}\n{"text": "\xff"}\n')
+    examples = (f"a={file}", f"b={write_jsonl(tmp_path / 'b.jsonl', [GOOD * n for n in range(1, 30)])}")
+    result = train_filter(TrainFilterConfig(examples=examples, out=str(tmp_path / "f.npz"), epochs=1), NoSteps())
+    assert result.left_out == {"not JSON": 1, "not UTF-8": 1, "field 'text' is not a string": 1}
+
+
 def test_gradient_of_the_classifier_is_that_of_its_loss():
     """One step of Adagrad from zero moves each weight by the step against the sign of the numerical gradient."""
     training = Training(features="words", buckets=64, epochs=1)
@@ -181,6 +190,11 @@ def test_filters_that_cannot_be(tmp_path: Path):
     (tmp_path / "bad.npz").write_text("nothing")
     with pytest.raises(ValueError, match="is not a filter"):
         load_classifier(tmp_path / "bad.npz")
+    whole = {"labels": ["a", "b"], "features": "words", "span": 9}
+    for facts, shape in ((None, (4, 2)), ({}, (4, 2)), ({**whole, "features": "letters"}, (4, 2)), (whole, (4, 3))):
+        np.savez(tmp_path / "odd.npz", facts=np.array(json.dumps(facts)), weights=np.zeros(shape, np.float32))
+        with pytest.raises(ValueError, match="is not a filter"):
+            load_classifier(tmp_path / "odd.npz")
     file = write_jsonl(tmp_path / "few.jsonl", [essay(1)])
     with pytest.raises(ValueError, match="too few to test"):
         train_filter(TrainFilterConfig(examples=(f"a={file}", f"b={file}"), out="x"), NoSteps())
