@@ -22,7 +22,7 @@ from typing import Any
 from rille.text.chat import Channel, read_response_format
 from rille.text.markup import escape
 from rille.text.messages import check_names, check_tool_choice, compact_json, read_tools
-from rille.text.schema import Variant, check_ends, lengths, loose_keywords, variants
+from rille.text.schema import Variant, check_ends, enforceable, lengths, loose_keywords, variants
 from rille.text.vocabulary import CLOSE, END_OF_MESSAGE, OPEN, SEP
 
 _NOT_ENFORCED = ("anyOf", "oneOf", "allOf", "not", "if", "$ref", "patternProperties", "dependentRequired")
@@ -158,7 +158,7 @@ class _GrammarWriter:
         if not found:
             raise ValueError(f"tool {tool!r}: no value fits the schema of argument {key!r}")
         heads = [_quoted(f'argument key="{escape(key)}" type="{variant.type}"') for variant in found]
-        values = [self._value(f"{name}_{i}", variant) for i, variant in enumerate(found)]
+        values = [self._value(f"{name}_{i}", variant, f"{tool}.{key}") for i, variant in enumerate(found)]
         self.rule(
             name,
             *(f"{OPEN} {head} {SEP} {value} {_close('argument')}" for head, value in zip(heads, values, strict=True)),
@@ -171,7 +171,7 @@ class _GrammarWriter:
             return self._free
         found = _named_variants(schema, root, f"{name}, further arguments")
         rule = "any_argument" if schema is True else f"{name}_other"
-        values = [self._value(f"{rule}_{i}", variant) for i, variant in enumerate(found)]
+        values = [self._value(f"{rule}_{i}", variant, f"{name}: further arguments") for i, variant in enumerate(found)]
         tails = [_quoted(f'" type="{variant.type}"') for variant in found]
         self.rule(
             rule,
@@ -184,10 +184,12 @@ class _GrammarWriter:
             self._free = rule
         return rule
 
-    def _value(self, name: str, variant: Variant) -> str:
+    def _value(self, name: str, variant: Variant, where: str) -> str:
         """An expression for a value of one type."""
         if variant.type != "string":
-            self.rule(f"{name}_json", "%json " + compact_json(variant.schema, name))
+            schema, lost = enforceable(variant.schema)
+            self.loose += [f"{where}: {note}" for note in lost]
+            self.rule(f"{name}_json", "%json " + compact_json(schema, name))
             return f"{name}_json"
         options = variant.schema.get("enum")
         if options is not None:

@@ -9,12 +9,21 @@ unions, enumerations and references are opened until each part has one type.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 TYPES = ("string", "number", "boolean", "null", "object", "array")
 _NOTES = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment")
+# What the compiler of grammars does not know, and would refuse; and where in a schema others lie.
+_UNKNOWN = (
+    *("uniqueItems", "not", "if", "then", "else", "contains", "minContains", "maxContains", "propertyNames"),
+    *("dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties", "unevaluatedItems"),
+)
+_FORMATS = "date-time time date duration email hostname ipv4 ipv6 uuid uri unknown".split()
+_ODD_PATTERN = re.compile(r"\(\?(?!:)|\\[1-9]")  # looks around or back
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _VALUES = ("const", "enum", "default", "examples")  # hold values, not schemas
 _KEYWORDS = {"anyOf": list, "oneOf": list, "allOf": list, "enum": list, "$ref": str, "minLength": int, "maxLength": int}
 MAX_LENGTH = 2000  # of a string whose characters a grammar counts
@@ -38,6 +47,34 @@ def variants(schema: Any, root: Mapping[str, Any]) -> list[Variant]:
         if whole not in found:
             found.append(whole)
     return found
+
+
+def enforceable(schema: Any) -> tuple[Any, list[str]]:
+    """A schema of JSON without the keywords that no grammar enforces, and these, one line each."""
+    if isinstance(schema, list):
+        parts = [enforceable(part) for part in schema]
+        return [part for part, _ in parts], [note for _, notes in parts for note in notes]
+    if not isinstance(schema, Mapping):
+        return schema, []
+    kept, lost = {}, []
+    for key, value in schema.items():
+        if _is_lost(key, value, schema):
+            lost += [f"{key} {value!r:.80}"] if (key, value) != ("uniqueItems", False) else []
+        elif key in _MAPS and isinstance(value, Mapping):
+            parts = {name: enforceable(part) for name, part in value.items()}
+            kept[key] = {name: part for name, (part, _) in parts.items()}
+            lost += [note for _, notes in parts.values() for note in notes]
+        elif key in _VALUES:
+            kept[key] = value
+        else:
+            kept[key], notes = enforceable(value)
+            lost += notes
+    return kept, lost
+
+
+def _is_lost(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
+    odd_format = key == "format" and value not in _FORMATS and schema.get("type") not in ("integer", "number")
+    return key in _UNKNOWN or odd_format or (key == "pattern" and bool(_ODD_PATTERN.search(str(value))))
 
 
 def check_ends(schema: Any, where: str) -> None:

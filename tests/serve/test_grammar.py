@@ -157,6 +157,56 @@ def test_where_nothing_can_follow_nothing_is_allowed(tokenizer, vocabulary, endl
     assert np.flatnonzero(whole.allowed()).tolist() == [stop]
 
 
+NOT_HELD = [
+    {"uniqueItems": True, "type": "array", "items": {"type": "integer"}},
+    {"propertyNames": {"type": "string"}, "type": "object", "additionalProperties": {}},
+    {"not": {"required": ["b"]}, "type": "object"},
+    {"if": {}, "type": "object"},
+    {"then": {"required": ["b"]}, "type": "object"},
+    {"contains": {"type": "integer"}, "type": "array"},
+    {"dependentRequired": {"b": ["c"]}, "type": "object"},
+    {"unevaluatedProperties": False, "type": "object"},
+    {"format": "phone", "type": "string"},
+    {"format": "uri-reference", "anyOf": [{"type": "string"}, {"type": "null"}]},
+    {"pattern": "^(?!x)a", "type": "string"},
+    {"pattern": r"^(a|b)\1$", "type": "string"},
+]
+HELD = [
+    {"type": "integer", "format": "int64"},
+    {"type": "array", "uniqueItems": False},
+    {"type": "string", "pattern": "^(?:a|b)c$"},
+    {"type": "string", "format": "date-time"},
+    {
+        "type": "object",
+        "properties": {"not": {"type": "integer"}, "if": {"enum": [{"contains": 1}]}},
+        "required": ["if"],
+    },
+    {"type": "object", "properties": {"pattern": {"type": "string"}, "format": {"type": "string"}}},
+]
+
+
+@pytest.mark.parametrize("schema", [*NOT_HELD, *HELD], ids=str)
+@pytest.mark.parametrize("depth", [1, 3])
+def test_tools_that_ask_more_than_a_grammar_holds_can_be_called_all_the_same(vocabulary, schema, depth):
+    """Their schemas are not this server's to choose; what is not held is said in `loose`, and names are no keywords."""
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    parameters = {"type": "object", "properties": {"x": schema}, "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    grammar = continuations("think", [tool])
+    assert vocabulary.matcher(grammar).allowed().any()
+    lost = [next(iter(one)) for one in NOT_HELD if str(one) in str(schema)]
+    assert [note.split()[1] for note in grammar.loose] == lost
+
+
+def test_a_form_that_asks_more_than_a_grammar_holds_is_refused(vocabulary):
+    """It is this request's own, and its reply must be what it says."""
+    for schema in ({"type": "array", "uniqueItems": True}, {"type": "string", "format": "phone"}):
+        form = {"type": "json_schema", "json_schema": {"schema": schema}}
+        with pytest.raises(ValueError, match="does not compile: failed to compile JSON schema: Un"):
+            vocabulary.matcher(continuations("response", response_format=form))
+
+
 def test_faults_are_named(tokenizer, vocabulary):
     with pytest.raises(ValueError, match="does not compile"):
         vocabulary.matcher(Grammar("start: nowhere"))
