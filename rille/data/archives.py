@@ -2,8 +2,10 @@
 
 An archive is members (gzip), streams (xz) or frames (zstd) end to end; zeros may stand between and after those of the
 first two. Every one of them must be whole. The libraries' own readers take a cut frame for a whole one (zstandard) and
-pass over what does not begin as a second stream (lzma), so the members are fed here. What could be decompressed is
-given before a fault is raised.
+pass over what does not begin as a second stream (lzma), so the members are fed here.
+
+A member's checksum stands at its end: a byte that is wrong in the middle is known when all of the member has been read.
+Who must not take wrong bytes for text reads `checked`, which decompresses twice.
 """
 
 from __future__ import annotations
@@ -100,22 +102,43 @@ class ZstdFrame:
         return self._inner.eof
 
 
-def blocks_of(file: Path) -> Iterator[bytes]:
+def blocks_of(file: Path, *, checked: bool = False) -> Iterator[bytes]:
     """The file's bytes, decompressed where its name ends in .gz, .xz or .zst, at most 8 MiB at once.
 
-    Raises Damaged, CutShort where the end is missing, and ValueError where the library for .zst is not installed.
+    Raises Damaged, CutShort where the end is missing, after what could be read: with `checked` only whole members and,
+    where the end is missing, what comes before it. Raises ValueError where the library for .zst is not installed.
     """
     kind = file.suffix.lower()
-    if kind == ".gz":
-        yield from _members(file, GzipMember, zlib.error, padding=b"\0")
-    elif kind == ".xz":
-        yield from _members(file, XzStream, lzma.LZMAError, padding=b"\0")
-    elif kind == ".zst":
-        yield from _members(file, ZstdFrame, _zstd_error(file), padding=b"")
-    else:
+    if kind not in (".gz", ".xz", ".zst"):
         with open(file, "rb") as stream:
             while block := stream.read(_BLOCK):
                 yield block
+        return
+    if not checked:
+        yield from (block for block, _ in _members(file, kind))
+        return
+    room, fault = _trusted(_members(file, kind))
+    for block, _ in _members(file, kind):
+        yield block[:room]
+        room -= len(block)
+        if room <= 0:
+            break
+    if fault is not None:
+        raise fault
+
+
+def _trusted(members: Iterator[tuple[bytes, bool]]) -> tuple[int, Damaged | None]:
+    """How many bytes may be taken for what was written, and what is wrong after them."""
+    read = whole = 0
+    try:
+        for block, ended in members:
+            read += len(block)
+            whole = read if ended else whole
+    except CutShort as fault:
+        return read, fault
+    except Damaged as fault:
+        return whole, fault
+    return read, None
 
 
 def _zstd_error(file: Path) -> type[Exception]:
@@ -126,14 +149,19 @@ def _zstd_error(file: Path) -> type[Exception]:
     return zstandard.ZstdError
 
 
-def _members(file: Path, begin: Callable[[], Member], fault: type[Exception], padding: bytes) -> Iterator[bytes]:
+def _members(file: Path, kind: str) -> Iterator[tuple[bytes, bool]]:
+    """Blocks, and whether a member has ended with them. Raises as `blocks_of` does."""
+    begin: Callable[[], Member] = {".gz": GzipMember, ".xz": XzStream, ".zst": ZstdFrame}[kind]
+    fault = zlib.error if kind == ".gz" else lzma.LZMAError if kind == ".xz" else _zstd_error(file)
+    padding = b"" if kind == ".zst" else b"\0"
     member: Member | None = None
     with open(file, "rb") as stream:
         while data := stream.read(_READ):
             while data := data if member else data.lstrip(padding):
                 member = member or begin()
                 try:
-                    yield from filter(None, member.feed(data))
+                    for block in member.feed(data):
+                        yield block, member.ended
                 except fault as error:
                     raise Damaged(str(error)) from None
                 data, member = (member.rest, None) if member.ended else (b"", member)

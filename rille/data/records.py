@@ -139,7 +139,7 @@ def _read_file(file: Path, label: str, field: str, max_bytes: int) -> Iterator[R
 def _read_lines(file: Path, label: str, max_bytes: int) -> Iterator[Record | Fault]:
     number = 0
     try:
-        for number, line in enumerate(limited_lines(blocks_of(file), max_bytes), start=1):
+        for number, line in enumerate(limited_lines(blocks_of(file, checked=True), max_bytes), start=1):
             if line is None:
                 yield Fault(f"{label}:{number}", f"longer than {max_bytes:,} bytes")
             elif line.strip():

@@ -16,7 +16,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rille.data.archives import limited_lines
@@ -40,7 +40,7 @@ def read(path: Path, limit: int = 10_000) -> tuple[list[str], Counter]:
 
 def pack(kind: str, content: bytes) -> bytes:
     if kind == "zst":
-        return zstandard.ZstdCompressor().compress(content)
+        return zstandard.ZstdCompressor(write_checksum=True).compress(content)
     return {"gz": gzip.compress, "xz": lzma.compress}[kind](content)
 
 
@@ -76,6 +76,26 @@ def test_every_member_of_an_archive_counts(kind: str, tmp_path: Path):
         file.write_bytes(members[0] + members[1][:cut])
         texts, reasons = read(file)
         assert 120 <= len(texts) < 200 and reasons == {"archive cut short": 1}
+
+
+@pytest.mark.parametrize("kind", ["gz", "xz", "zst"])
+@settings(max_examples=30, deadline=None)
+@given(where=st.floats(0, 1), bit=st.integers(0, 7), cut=st.one_of(st.none(), st.floats(0, 1)))
+def test_no_text_of_a_damaged_archive_is_another_one(kind: str, where: float, bit: int, cut: float | None):
+    """One bit is wrong anywhere, and perhaps the end is missing: what is read is what was written, or counted."""
+    members = [pack(kind, "".join(f"{line}\n" for line in part).encode()) for part in (LINES[:80], LINES[80:])]
+    content = bytearray(b"".join(members))
+    if cut is None:
+        content[int(where * (len(content) - 1))] ^= 1 << bit
+    else:
+        del content[int(cut * len(content)) :]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / f"a.jsonl.{kind}"
+        file.write_bytes(content)
+        texts, reasons = read(file)
+    written = [json.loads(line)["text"] for line in LINES]
+    assert texts == written[: len(texts)]
+    assert len(texts) == 200 or reasons.total() >= 1
 
 
 def test_zeros_pad_archives(tmp_path: Path):
