@@ -1,5 +1,6 @@
 """The command line as a user meets it: verbs, mistakes, exit codes, a run from text to generated text."""
 
+import ast
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,31 @@ def test_every_verb_explains_itself(verb, capsys):
 def test_a_verb_alone_explains_itself_too(verb, capsys):
     assert rille(verb) == 2
     assert f"usage: rille {verb}" in capsys.readouterr().out
+
+
+HELPS = [*((verb,) for verb in ("generate", "chat", "serve", "convert", "plan")), ("train", "tiny"), ("bench", "serve"),
+         ("study", "attnres-tiny"), ("data", "build"), ("eval", "held-out")]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", HELPS, ids=" ".join)
+def test_every_option_says_what_it_is_for(words, capsys):
+    rille(*words, "--help")
+    text = re.sub(r"[\s│]+", " ", capsys.readouterr().out)
+    silent = re.findall(r"(--[\w.-]+)(?: [^a-z ]\S*)* \((?:default|required)", text)
+    assert len(re.findall(r" --[a-z]", text)) > 2 and not silent
+
+
+def test_help_breaks_lines_where_sentences_end():
+    """The parser keeps the line ends inside the docstring of a setting."""
+    breaks = 0
+    for path in (file for name in ("*config.py", "settings.py") for file in Path(cli.__file__).parent.rglob(name)):
+        for kind in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)):
+            for field, after in pairwise(kind.body):
+                if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
+                    *broken, _ = ast.literal_eval(after.value).splitlines()
+                    breaks += len(broken)
+                    assert all(line.endswith((".", ":")) for line in broken), (path, ast.unparse(field))
+    assert breaks
 
 
 def test_plan_names_every_preset(capsys):

@@ -99,8 +99,7 @@ class BuildConfig:
     """NAME=SHARE for every domain: shares of the tokens that training sees; none: as much as there is."""
 
     max_epochs: float | None = None
-    """A domain is read no more often than this in a run, all its documents alike; one that is used up leaves the
-    mixture."""
+    """How often a run reads a domain at most, all its documents alike; one that is used up leaves the mixture."""
 
     long_tokens: int = 32_768
     """Documents of at least so many tokens are long: they are stored apart."""

@@ -20,8 +20,8 @@ class DataConfig:
     """
 
     path: Annotated[str | None, arg(aliases=["--data"], metavar="PATH")] = None
-    """A text file, a folder, .jsonl[.gz|.xz|.zst] or .parquet, or a set that `rille data build` made; none: the
-    standard library of the running Python."""
+    """A text file, a folder, .jsonl[.gz|.xz|.zst] or .parquet, or a set that `rille data build` made.
+    None: the standard library of the running Python."""
 
     max_bytes: int | None = 10_000_000
     """Read at most so many bytes of raw text, and say so when it cuts; none reads everything."""

@@ -42,8 +42,8 @@ class HeldOutConfig(Where):
     """Bits per byte of text that the model has not seen, by source."""
 
     sources: tuple[str, ...] = ()
-    """NAME=PATH: a text file, a folder, .jsonl[.gz|.xz|.zst] or .parquet, or a set that `rille data build` made (its
-    held-out side). None: the held-out text of the run itself."""
+    """NAME=PATH: a text file, a folder, .jsonl[.gz|.xz|.zst] or .parquet, or of a built set its held-out side.
+    None: the held-out text of the run itself."""
 
     context: int = 4096
     """Documents are cut into pieces of at most so many tokens; each starts anew."""

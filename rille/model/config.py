@@ -25,58 +25,58 @@ Balance = Literal["quantile", "sign", "none"]
 class K3Config:
     """Sizes and switches. Widths are in channels, `None` switches a part off where its comment says so."""
 
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    mla_layers: tuple[int, ...]  # 0-based; every other layer is KDA
+    vocab_size: int  # rows of the embedding and of the head
+    hidden_size: int  # width of the stream that layers read and add to
+    num_layers: int  # each an attention and a feed-forward part
+    mla_layers: tuple[int, ...]  # which layers have MLA, counted from 0; the others have KDA
 
     # Kimi Delta Attention (report §2.1.1)
-    kda_heads: int
+    kda_heads: int  # heads of Kimi Delta Attention
     kda_head_dim: int  # key = value width, and the rank of the decay projection
-    conv_width: int = 4
-    decay_lower_bound: float | None = -5.0  # None: the softplus decay of Kimi Linear
-    kda_gate_rank: int | None = None  # None: full rank
+    conv_width: int = 4  # tokens that the short convolution of q, k and v sees, its own included
+    decay_lower_bound: float | None = -5.0  # least log decay of a token; None: the softplus decay of Kimi Linear
+    kda_gate_rank: int | None = None  # of the projection to KDA's output gate; None: full rank
 
     # gated NoPE MLA (report §2.1.2)
-    mla_heads: int
-    q_rank: int | None  # None: one plain query projection
-    kv_rank: int
-    key_dim: int = 128  # per head ("nope")
-    shared_key_dim: int = 64  # shared by all heads, never rotated ("rope" in the official names)
-    value_dim: int = 128
-    mla_gate: bool = True
+    mla_heads: int  # heads of gated MLA
+    q_rank: int | None  # width of the latent that MLA's queries are made from; None: one plain projection
+    kv_rank: int  # width of the latent that MLA caches for keys and values
+    key_dim: int = 128  # of an MLA head's own part of a key ("nope" in the official names)
+    shared_key_dim: int = 64  # of the part that all heads share, never rotated ("rope" in the official names)
+    value_dim: int = 128  # of an MLA head's value
+    mla_gate: bool = True  # multiply what attention reads by the sigmoid of a projection of the layer's input
 
     # feed-forward: dense first layers, then Stable LatentMoE (report §2.3)
-    dense_layers: int = 1
-    dense_width: int
-    num_experts: int
-    active_experts: int
-    shared_experts: int
-    expert_width: int
-    latent_width: int | None  # None: experts at full width
-    latent_norm: bool = True
-    routed_scale: float = 1.0
-    renormalise: bool = True
-    activation: Activation = "situ"
-    gate_cap: float = 4.0
-    up_cap: float = 25.0
-    balance: Balance = "quantile"
+    dense_layers: int = 1  # the first layers, which have one dense GLU in place of experts
+    dense_width: int  # inner width of that GLU
+    num_experts: int  # routed experts of a layer
+    active_experts: int  # routed experts that a token goes to
+    shared_experts: int  # experts that every token goes to
+    expert_width: int  # inner width of an expert
+    latent_width: int | None  # width that routed experts read and write; None: hidden_size
+    latent_norm: bool = True  # norm the experts' sum before it is projected up from the latent
+    routed_scale: float = 1.0  # factor of the weights of routed experts
+    renormalise: bool = True  # let the weights of a token's routed experts add up to 1, before routed_scale
+    activation: Activation = "situ"  # of dense layers and experts; situ is capped by gate_cap and up_cap
+    gate_cap: float = 4.0  # SiTU: bound of the gate's factor
+    up_cap: float = 25.0  # SiTU: bound of the other factor
+    balance: Balance = "quantile"  # how the router's biases follow the experts' loads
 
     # depth (report §2.2)
-    residual: Residual = "attn_res"
+    residual: Residual = "attn_res"  # Attention Residuals over blocks, over every sub-layer (full), or plain sums
     block_layers: int = 12  # layers of an Attention-Residual block
 
-    norm_eps: float = 1e-5
+    norm_eps: float = 1e-5  # added to the mean square, in all norms but those inside MLA
     inner_norm_eps: float = 1e-6  # the two norms inside MLA
-    tied_embeddings: bool = False
-    init_std: float = 0.02
-    max_positions: int = 1048576
-    bos_id: int | None = None
-    eos_id: int | None = None
-    pad_id: int | None = None
-    media_pad_id: int | None = None
-    mtp_layers: int = 0  # layers after the last that predict further tokens ; not in the release
-    dtype: str = "bfloat16"
+    tied_embeddings: bool = False  # the embedding is the head, too
+    init_std: float = 0.02  # standard deviation of fresh matrices
+    max_positions: int = 1048576  # longest sequence that the checkpoint is made for
+    bos_id: int | None = None  # token that begins a text
+    eos_id: int | None = None  # token that ends one
+    pad_id: int | None = None  # only written back: nothing is padded here
+    media_pad_id: int | None = None  # token that stands for a picture
+    mtp_layers: int = 0  # layers after the last that predict further tokens; not in the release
+    dtype: str = "bfloat16"  # that the official config.json names
     vision: VisionConfig | None = None
     # official keys without effect on the mathematics, kept to be written back: {"": top level, "text_config": ...}
     inert: dict[str, dict[str, Any]] | None = field(default=None, compare=False, repr=False)

@@ -46,12 +46,12 @@ class ChatConfig:
     """
 
     checkpoint: Annotated[Positional[str], arg(metavar="CHECKPOINT|URL")]
-    """A checkpoint directory, a directory that `rille train` wrote (its newest checkpoint is taken), or the address of
-    a server (http://...; its key, if it needs one, in RILLE_API_KEY)."""
+    """A checkpoint directory, or a directory that `rille train` wrote (its newest checkpoint is taken).
+    Or the address of a server (http://...; its key, if it needs one, in RILLE_API_KEY)."""
 
     tools: Annotated[str | None, arg(metavar="FILE.py")] = None
-    """Let the model call the public functions of this Python file (with type hints and docstrings). They run here, as
-    you, without asking."""
+    """Let the model call the public functions of this Python file (with type hints and docstrings).
+    They run here, as you, without asking."""
 
     image: Annotated[tuple[str, ...], arg(metavar="PATH")] = ()
     """Pictures that go with the first message."""
@@ -110,12 +110,12 @@ class ServeConfig:
     """The port to listen on; 0 takes a free one."""
 
     name: Annotated[tuple[str, ...], arg(metavar="NAME")] = ()
-    """What clients call the model; several are allowed, the first is the one that replies carry. By default the
-    directory's name."""
+    """What clients call the model; several are allowed, the first is the one that replies carry.
+    By default the directory's name."""
 
     api_key: Annotated[tuple[str, ...], arg(metavar="KEY")] = ()
-    """Only requests with one of these keys are answered (health, metrics and the page are open). Other users of this
-    machine can see a command line: RILLE_API_KEY in the environment does the same, unseen."""
+    """Only requests with one of these keys are answered (health, metrics and the page are open).
+    Other users of this machine can see a command line: RILLE_API_KEY in the environment does the same, unseen."""
 
     timeout_s: float | None = None
     """A request that is not finished after so many seconds ends with 408."""
@@ -188,8 +188,8 @@ class BenchServeConfig:
     """The share of replies that the client leaves, each after a random number of tokens; the conversation goes on."""
 
     check: int = 0
-    """Ask so many of the requests again afterwards, one at a time: each must be answered as it was under load. Wait
-    before that until nothing runs: no page may be held then. The server must be deterministic."""
+    """Ask so many of the requests again afterwards, one at a time: each must be answered as it was under load.
+    Wait before that until nothing runs: no page may be held then. The server must be deterministic."""
 
     temperature: float = 1.0
     """Of sampling."""

@@ -29,17 +29,17 @@ class EngineConfig:
     """Prefixes are found again at multiples of this, itself a multiple of 64."""
 
     checkpoint_interval: int = 32_768
-    """Keep the KDA state of a long prompt every so many tokens (a multiple of hash_unit, 0: never), besides where it
-    ends and where prompts part."""
+    """Keep the KDA state of a long prompt every so many tokens (a multiple of hash_unit, 0: never).
+    It is kept besides where a prompt ends and where prompts part."""
 
     exact_ends: bool = True
-    """Keep the state also before the last token of a prompt, where a reply ended and where prompts part, whatever the
-    hash unit: the same prompt again, the next turn, or another one behind the same beginning costs no part of a unit.
+    """Keep the state also before a prompt's last token, where a reply ended and where prompts part, at any token.
+    The same prompt again, the next turn, or another one behind the same beginning then costs no part of a hash unit.
     Not with deterministic."""
 
     host_gib: float = 0.0
-    """Pages that are evicted go to so much host memory and come back from there. Half of it is for sequences that are
-    set aside where preemption is offload."""
+    """Pages that are evicted go to so much host memory and come back from there.
+    Half of it is for sequences that are set aside where preemption is offload."""
 
     max_running: int = 64
     """Sequences that run at once."""
@@ -69,12 +69,12 @@ class EngineConfig:
     """Record decoding steps on a GPU and replay them. Elsewhere, and with deterministic, there is nothing to record."""
 
     recorded_drafts: bool = True
-    """Verify drafts of ngram inside recorded steps, where steps are recorded. Without it a step with drafts runs op by
-    op, which is so much slower than a recorded one that few are worth it."""
+    """Verify drafts of ngram inside recorded steps, where steps are recorded.
+    Without it a step with drafts runs op by op, which is so much slower than a recorded one that few are worth it."""
 
     overlap: bool = True
-    """While the device computes a recorded step prepare the next one; tokens are seen one step late. What needs them at
-    once (grammars, penalties, drafts, prompts) waits for them in any case."""
+    """While the device computes a recorded step prepare the next one; tokens are seen one step late.
+    What needs them at once (grammars, penalties, drafts, prompts) waits for them in any case."""
 
     deterministic: bool = False
     """Every request is computed as if it were alone: the same bits whatever runs beside it and whatever is cached.

@@ -64,7 +64,7 @@ class TrainConfig:
     """Batches whose gradients are summed for one update."""
 
     stages: tuple[str, ...] = ()
-    """Later stages with other text: "at=8000 sequence_length=16384 accumulate=2 code=0.4 prose=0.6"; see the page."""
+    """Later stages, see docs/training.md: "at=8000 sequence_length=16384 accumulate=2 code=0.4 prose=0.6"."""
 
     eval_every: int = 50
     """Updates between two measurements of the held-out loss; there is one after the last update too."""
