@@ -197,10 +197,21 @@ def serve(arguments: Arguments) -> int:
     return 0
 
 
+BENCH = """Put a load on a server and measure it: latencies, throughput, cache hits.
+
+usage: rille bench serve URL [flags]        `rille bench serve --help` lists all flags with their defaults
+
+examples
+  rille bench serve http://127.0.0.1:8000
+  rille bench serve http://127.0.0.1:8000 --sessions 64 --concurrency 16 --out runs/bench
+  rille bench serve http://127.0.0.1:8000 --sessions 4 --turns 2 --prefix 64 --output 8 --ratio 12     a small model
+  rille bench serve http://127.0.0.1:8000 --mode open --rate 0.5"""
+
+
 def bench(arguments: Arguments) -> int:
     """`rille bench serve URL`"""
     if not arguments or arguments[0] in ("-h", "--help"):
-        print("Measure.\n\nusage: rille bench serve URL [flags]        `rille bench serve --help` lists all")
+        print(BENCH)
         return 0 if arguments else 2
     if arguments[0] != "serve":
         raise ValueError(f"unknown verb 'bench {arguments[0]}'; there is `rille bench serve URL`")

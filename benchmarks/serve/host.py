@@ -1,5 +1,6 @@
-"""What the host does in a decoding step of many rows, without drafts and with prompt lookup, beside a device that takes
-no time. Runs on a CPU.
+"""What the host does in a decoding step of many rows beside a device that takes no time. Runs on a CPU.
+
+Without drafts, and with drafts by prompt lookup.
 
     python benchmarks/serve/host.py [--streams 64] [--rounds 5] [--out FOLDER]
 

@@ -63,11 +63,14 @@ class Bars:
 def build(config: BuildConfig) -> None:
     """`rille data build NAME=PATH ... --out DIR`"""
     from rille.data.build import build_dataset
+    from rille.data.dataset import Dataset
     from rille.data.report import print_report, read_report
 
     out = build_dataset(config, steps=Bars())
     print_report(read_report(out), Console())
-    print(f"\n{out} is ready: rille train RECIPE --data {out}; the page is {out / 'report.html'}")
+    size = Dataset(out).manifest["vocab_size"]
+    print(f"\n{out} is ready: rille train RECIPE --data {out} --data.vocab-size {size} --model.vocab-size {size}")
+    print(f"the page is {out / 'report.html'}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; border-bottom: 1px solid #ddd; }
 table { border-collapse: collapse; margin: .6rem 0; } th { text-align: left; font-weight: 600; color: #555; }
 td, th { padding: .2rem .9rem .2rem 0; vertical-align: top; }
-td.n { text-align: right; font-variant-numeric: tabular-nums; }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
 .bar { background: #5b7fa6; height: .8rem; display: inline-block; vertical-align: middle; }
 pre { background: #f5f5f3; padding: .6rem .8rem; white-space: pre-wrap; overflow-wrap: anywhere; margin: .3rem 0; }
 small { color: #777; } .pair { display: grid; grid-template-columns: 1fr 1fr; gap: 1rem; }
@@ -166,14 +166,11 @@ def _pre(text: str) -> str:
 
 def _html_table(rows: Cells) -> str:
     numeric = [_numeric(rows, index) for index in range(len(rows[0]))]
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in rows[0])
-    body = "".join(
-        "<tr>"
-        + "".join(f"<td{' class=n' if n else ''}>{escape(cell)}</td>" for cell, n in zip(row, numeric, strict=True))
-        + "</tr>"
-        for row in rows[1:]
-    )
-    return f"<table><tr>{head}</tr>{body}</table>"
+    lines = [
+        "".join(f"<{tag}{' class=n' if n else ''}>{escape(cell)}</{tag}>" for cell, n in zip(row, numeric, strict=True))
+        for tag, row in zip(["th"] + ["td"] * (len(rows) - 1), rows, strict=True)
+    ]
+    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
 
 
 def _bars(facts: dict[str, Any]) -> str:

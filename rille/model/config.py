@@ -156,7 +156,7 @@ class K3Config:
         path = Path(path)
         path = path / "config.json" if path.is_dir() else path
         if not path.is_file():
-            raise FileNotFoundError(f"{path}: no config.json there; name a checkpoint directory in the official layout")
+            raise FileNotFoundError(f"{path}: no config.json there; name a checkpoint directory, of a run its model/")
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:

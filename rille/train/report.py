@@ -128,7 +128,8 @@ def summary(run: Recorded) -> list[tuple[str, str]]:
         lines.append((name, _number(last.get(name))))
     for name in [name for name in (measured[-1] if measured else {}) if name.startswith("held_out_loss")]:
         lines.append((name.replace("_", " "), f"{_number(measured[-1][name])} after step {measured[-1]['step']:,}"))
-    lines += [(name, f"{last[name]:.2f}") for name in last if name.startswith("epochs/")]
+    domains = [name for name in last if name.startswith("epochs/")]
+    lines += [(f"passes over {name.removeprefix('epochs/')}", f"{last[name]:.2f}") for name in domains]
     if speeds := [row["tokens_per_second"] for row in rows if row.get("tokens_per_second") is not None]:
         lines.append(("tokens a second", f"{median(speeds):,.0f} (median)"))
     if mfu := [row["mfu"] for row in rows if row.get("mfu") is not None]:

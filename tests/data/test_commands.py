@@ -43,10 +43,11 @@ def test_the_page_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
             assert program == "rille"
             assert main([*arguments, "--workers", "1"] if arguments[:2] == ["data", "build"] else arguments) == 0
             ran += 1
-    assert ran == 7
+    assert ran == 8
     printed = capsys.readouterr().out
     assert "shards are as they were written" in printed
     assert "What became of the records" in printed
+    assert "rille train RECIPE --data sets/first --data.vocab-size 400 --model.vocab-size 400" in printed
     assert json.loads((tmp_path / "sets" / "first" / "report.json").read_text())["domains"]["code"]["records"] == 12
 
 

@@ -19,6 +19,7 @@ PAGE = TOP / "docs" / "eval.md"
 def test_the_page_is_true(run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_text(tmp_path / "notes")
+    (tmp_path / "notes/00.py").rename(tmp_path / "notes/one.txt")
     shutil.copytree(run, tmp_path / "runs" / "first")
     ran = 0
     for block in re.findall(r"^```sh\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL):
