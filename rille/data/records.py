@@ -164,7 +164,7 @@ def _read_parquet(file: Path, label: str, field: str, max_bytes: int) -> Iterato
     number = 0
     with open(file, "rb") as stream:
         try:
-            table = pyarrow.parquet.ParquetFile(stream)
+            table = pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True)
             if field not in table.schema_arrow.names:
                 yield Fault(label, f"no field {field!r}")
                 return

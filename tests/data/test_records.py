@@ -210,6 +210,20 @@ def test_columns_of_strings_in_other_layouts(tmp_path: Path):
         assert read(tmp_path / "a.parquet") == (["one", "one", "another of more than twelve bytes"], {"empty": 1})
 
 
+def test_a_page_that_is_not_as_it_was_written_is_no_text(tmp_path: Path):
+    """Where the writer has left checksums."""
+    texts = [f"text {i} of the table" for i in range(2_000)]
+    file, table = tmp_path / "a.parquet", pyarrow.table({"text": texts})
+    options = {"compression": "none", "use_dictionary": False, "write_page_checksum": True, "row_group_size": 1_000}
+    pyarrow.parquet.write_table(table, file, **options)
+    assert read(file) == (texts, {})
+    content = file.read_bytes()
+    file.write_bytes(content.replace(b"text 1500 of", b"text 1500 if"))
+    before, reasons = read(file)
+    assert before == texts[: len(before)] and 700 < len(before) <= 1_000
+    assert reasons == {"table damaged or cut short": 1}
+
+
 def test_names_that_are_no_utf8_are_spelled(tmp_path: Path):
     for name in (b"bad\xff.txt", "größe-数据.txt".encode()):
         (tmp_path / os.fsdecode(name)).write_text("text")
