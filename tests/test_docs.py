@@ -1,11 +1,13 @@
 """The documents are true: their Python runs, the files, targets and names that they mention exist."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import rille
+from rille.cli import VERBS
 
 TOP = Path(__file__).resolve().parent.parent
 DOCUMENTS = (
@@ -16,6 +18,7 @@ DOCUMENTS = (
     "docs/chat.md",
     "docs/data.md",
     "docs/eval.md",
+    "docs/performance.md",
     "docs/serving.md",
     "docs/results.md",
     "docs/training.md",
@@ -53,6 +56,21 @@ def test_named_targets_exist(document):
     targets = set(re.findall(r"^(\w+):", text("Makefile"), re.MULTILINE))
     code = re.findall(r"```.*?```|`[^`\n]+`", text(document), re.DOTALL)
     assert set(re.findall(r"\bmake ([a-z]+)\b", "\n".join(code))) <= targets
+
+
+@pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md"])
+def test_the_tree_names_every_verb(document):
+    [listed] = re.findall(r"^  cli\.py +.*?verbs: ([a-z, ]+)", text(document), re.MULTILINE)
+    assert set(re.findall(r"\w+", listed)) == set(VERBS)
+
+
+def test_architecture_draws_the_layers_and_lists_the_extras():
+    project = tomllib.loads(text("pyproject.toml"))
+    layers = next(c["layers"] for c in project["tool"]["importlinter"]["contracts"] if c["type"] == "layers")
+    [drawn] = re.findall(r"```\n(__main__ > .*?)```", text("ARCHITECTURE.md"), re.DOTALL)
+    assert drawn.split() == re.sub(r"[()]", "", " > ".join(layers)).split()
+    [listed] = re.findall(r"The extras are (.*?);", text("ARCHITECTURE.md"))
+    assert re.findall(r"`(\w+)`", listed) == list(project["project"]["optional-dependencies"])
 
 
 def test_public_names_are_documented():
