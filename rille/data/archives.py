@@ -4,8 +4,8 @@ An archive is members (gzip), streams (xz) or frames (zstd) end to end; zeros ma
 first two. Every one of them must be whole. The libraries' own readers take a cut frame for a whole one (zstandard) and
 pass over what does not begin as a second stream (lzma), so the members are fed here.
 
-A member's checksum stands at its end: a byte that is wrong in the middle is known when all of the member has been read.
-Who must not take wrong bytes for text reads `checked`, which decompresses twice.
+A member's checksum stands at its end: a byte that is wrong in the middle is known when all of the member has been read,
+and may look like a missing end. Who must not take wrong bytes for text reads `checked`, which decompresses twice.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class ZstdFrame:
 def blocks_of(file: Path, *, checked: bool = False) -> Iterator[bytes]:
     """The file's bytes, decompressed where its name ends in .gz, .xz or .zst, at most 8 MiB at once.
 
-    Raises Damaged, CutShort where the end is missing, after what could be read: with `checked` only whole members and,
-    where the end is missing, what comes before it. Raises ValueError where the library for .zst is not installed.
+    Raises Damaged, CutShort where the end is missing, after what could be read, with `checked` after the whole members.
+    Raises ValueError where the library for .zst is not installed.
     """
     kind = file.suffix.lower()
     if kind not in (".gz", ".xz", ".zst"):
@@ -134,8 +134,6 @@ def _trusted(members: Iterator[tuple[bytes, bool]]) -> tuple[int, Damaged | None
         for block, ended in members:
             read += len(block)
             whole = read if ended else whole
-    except CutShort as fault:
-        return read, fault
     except Damaged as fault:
         return whole, fault
     return read, None

@@ -4,7 +4,6 @@ import gzip
 import json
 import lzma
 import os
-import random
 import sys
 import tempfile
 import tracemalloc
@@ -16,7 +15,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rille.data.archives import limited_lines
@@ -75,11 +74,12 @@ def test_every_member_of_an_archive_counts(kind: str, tmp_path: Path):
     for cut in (3, len(members[1]) // 2):
         file.write_bytes(members[0] + members[1][:cut])
         texts, reasons = read(file)
-        assert 120 <= len(texts) < 200 and reasons == {"archive cut short": 1}
+        assert len(texts) == 120 and reasons == {"archive cut short": 1}
 
 
 @pytest.mark.parametrize("kind", ["gz", "xz", "zst"])
 @settings(max_examples=30, deadline=None)
+@example(where=0.9765625, bit=0, cut=None)  # deflate goes on to the end of the file and finds none
 @given(where=st.floats(0, 1), bit=st.integers(0, 7), cut=st.one_of(st.none(), st.floats(0, 1)))
 def test_no_text_of_a_damaged_archive_is_another_one(kind: str, where: float, bit: int, cut: float | None):
     """One bit is wrong anywhere, and perhaps the end is missing: what is read is what was written, or counted."""
@@ -95,25 +95,15 @@ def test_no_text_of_a_damaged_archive_is_another_one(kind: str, where: float, bi
         texts, reasons = read(file)
     written = [json.loads(line)["text"] for line in LINES]
     assert texts == written[: len(texts)]
-    assert len(texts) == 200 or reasons.total() >= 1
+    assert len(texts) in (0, 80, 200)
+    at_a_border = len(content) == len(members[0])  # which is an archive of the first one
+    assert len(texts) == 200 or reasons.total() >= 1 or at_a_border
 
 
 def test_zeros_pad_archives(tmp_path: Path):
     for kind in ("gz", "xz"):
         (tmp_path / f"a.jsonl.{kind}").write_bytes((pack(kind, b'{"text": "a"}\n') + bytes(64)) * 2 + bytes(70_000))
         assert read(tmp_path / f"a.jsonl.{kind}") == (["a", "a"], {})
-
-
-@pytest.mark.parametrize("kind", ["gz", "xz", "zst"])
-def test_what_was_read_before_the_cut_counts(kind: str, tmp_path: Path):
-    """Less is missing than the archive holds back: the last part of a window at most."""
-    chance = random.Random(1)
-    lines = [json.dumps({"text": f"{i} {chance.randbytes(400).hex()}"}) for i in range(1000)]
-    whole = pack(kind, "\n".join(lines).encode())
-    (tmp_path / f"a.jsonl.{kind}").write_bytes(whole[: len(whole) // 2])
-    texts, reasons = read(tmp_path / f"a.jsonl.{kind}")
-    assert texts == [json.loads(line)["text"] for line in lines[: len(texts)]]
-    assert len(texts) > 250 and reasons == {"archive cut short": 1}
 
 
 @pytest.mark.parametrize("kind", ["gz", "xz", "zst"])
