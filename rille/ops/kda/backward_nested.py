@@ -73,7 +73,7 @@ def pairs_of_half(dq, dk, dG, q, k, g, da, dak, OPERAND: tl.constexpr, INTERPRET
     sums = tl.dot(k_w, tl.trans(da_32))
     dG += q_w.to(tl.float32) * sums
     dq += sums * w
-    sums = tl.dot(k_w, dak_32 + tl.trans(dak_32), tl.dot(q_w, da_32))
+    sums = tl.dot(k_w, tl.trans(dak_32), tl.dot(k_w, dak_32, tl.dot(q_w, da_32)))
     dG += tl.where((row < 16)[None, :], -1.0, 1.0) * k_w.to(tl.float32) * sums
     dk += sums * w
 

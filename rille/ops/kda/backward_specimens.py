@@ -45,9 +45,10 @@ def a_pass(name: str, kernel: Any, BV: int, absent: str = "") -> Specimen:
     return specimen(name, kernel, shape | dict.fromkeys(absent.split()), BV // 16, want_wgmma=True)
 
 
-def local(name: str, K: int = 128, V: int = 128, bounded: bool = True, **limits: Any) -> Specimen:
+def local(name: str, K: int = 128, V: int = 128, bounded: bool = True, nested: bool = True, **limits: Any) -> Specimen:
     num_warps = K // 16
-    constexprs = dict(H=96, K=K, V=V, BV=min(V, 128), BOUNDED=bounded, OPERAND=tl.bfloat16, INTERPRET=False)
+    constexprs = dict(H=96, K=K, V=V, BV=min(V, 128), BOUNDED=bounded, NESTED=nested)
+    constexprs |= dict(OPERAND=tl.bfloat16, INTERPRET=False)
     return specimen(f"local_{name}", local_kernel, constexprs, num_warps, want_wgmma=True, **limits)
 
 
@@ -68,4 +69,5 @@ SPECIMENS = [
     local("softplus_v64", V=64, bounded=False, **NESTED),
     local("softplus_k64", K=64, V=64, bounded=False, **NESTED),
     local("softplus_v256", V=256, bounded=False, **NESTED),
+    local("direct", bounded=False, nested=False, max_spill_bytes=2600, reason="both halves at once; right, not fast"),
 ]
