@@ -14,7 +14,7 @@ SMALLEST_VOCABULARY = 256 + len((END_OF_TEXT, *CHAT_SPECIALS))
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The text of a run. ValueError names any field that is out of range.
+    """The text of a run.
 
     max_bytes, held_out and tokenizer_bytes are for raw text: a built set was read, split and given a vocabulary before.
     """
@@ -45,6 +45,7 @@ class DataConfig:
     """Order of the sequences in each epoch."""
 
     def __post_init__(self):
+        """Raises ValueError that names a field out of range."""
         for name in ("sequence_length", "batch_tokens", "tokenizer_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"data.{name} is {getattr(self, name)}; it must be at least 1")

@@ -23,7 +23,7 @@ Balance = Literal["quantile", "sign", "none"]
 
 @dataclass(frozen=True, kw_only=True)
 class K3Config:
-    """Sizes and switches. Widths are in channels, `None` switches a part off where its comment says so."""
+    """Sizes and switches of a model. Widths are in channels; None switches a part off where its line says so."""
 
     vocab_size: int  # rows of the embedding and of the head
     hidden_size: int  # width of the stream that layers read and add to

@@ -9,7 +9,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """The update rule and its schedule. ValueError names any field that is out of range."""
+    """The update rule and its schedule."""
 
     rule: Literal["adamw", "muon"] = "adamw"
     """Of matrices: muon orthogonalises their updates, head by head. All else takes adamw."""
@@ -48,6 +48,7 @@ class OptimConfig:
     """Largest norm of the whole gradient; a longer one is scaled down to it."""
 
     def __post_init__(self):
+        """Raises ValueError that names a field out of range."""
         for name in ("lr", "eps"):
             if not 0 < getattr(self, name) < inf:
                 raise ValueError(f"optim.{name} is {getattr(self, name)}; it must be above 0 and finite")

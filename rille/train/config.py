@@ -37,7 +37,7 @@ FREE_ON_RESUME = (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """A pretraining run, from text to an official checkpoint. ValueError names any field that is out of range."""
+    """A pretraining run, from text to an official checkpoint."""
 
     out: str
     """Directory of the run: metrics.jsonl, tensorboard, checkpoints, and model, the finished checkpoint."""
@@ -97,6 +97,7 @@ class TrainConfig:
     model: K3Config
 
     def __post_init__(self):
+        """Raises ValueError that names a field out of range."""
         for name in ("steps", "accumulate", "eval_every", "eval_tokens", "checkpoint_every", "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")

@@ -20,7 +20,7 @@ FEWEST = 16  # losses before a spike can be told
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """Which steps are passed over, and when that ends a run. ValueError names any field that is out of range."""
+    """Which steps are passed over, and when that ends a run."""
 
     spike: float | None = None
     """Nats above the median of the last losses from which a step is passed over; none: only what is not finite."""
@@ -32,6 +32,7 @@ class GuardConfig:
     """Steps that may be skipped within the window; one more ends the run."""
 
     def __post_init__(self):
+        """Raises ValueError that names a field out of range."""
         if self.spike is not None and not self.spike > 0:
             raise ValueError(f"guard.spike is {self.spike}; it must be above 0, or none")
         if self.window < FEWEST or self.limit < 0:
