@@ -83,6 +83,23 @@ def test_a_conversation_with_thinking(page, server, tokenizer):
     assert "<b>Hello</b>" in server.prompt() and "thinking_effort=" not in server.prompt()
 
 
+@pytest.mark.parametrize("width", [320, 390, 1200])
+def test_nothing_reaches_beyond_the_sides(page, width):
+    page.set_viewport_size({"width": width, "height": 800})
+    page.click("#settings summary")
+    page.evaluate("""() => {
+        const thinking = document.createElement("details");
+        thinking.className = "thinking";
+        thinking.open = true;
+        thinking.append(document.createElement("pre"));
+        thinking.firstChild.textContent = "long".repeat(500);
+        document.querySelector("#talk").append(thinking);
+    }""")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    parts = '[...document.querySelectorAll("main, #talk, .thinking pre")]'
+    assert page.evaluate(f"{parts}.filter(part => part.scrollWidth > part.clientWidth).length") == 0
+
+
 def test_tools_ask_the_person(page, server, tokenizer):
     page.click("#settings summary")
     page.fill("#tools", json.dumps([TOOL]))
