@@ -8,7 +8,7 @@ that memory is busy while programs compute; a program that loads, computes and s
               memory while drafts are tried; the next one is asked for when the third draft begins. Stores from
               registers would fill the queue that all programs on a multiprocessor share with reads of shared memory
     tokens    inputs qkv and z, of new tokens and of those remembered: when the last item's are convolved
-    late      writes u and output gates, which are read to the end of an item: at its end
+    late      writes u and output gates, which are read to the end of an item: at its end (FORM below)
 
 Steps of an item: those of `decode_gluon.py`, with what was accepted before them.
 
@@ -133,10 +133,10 @@ def draft(S_VK, t, tiles, past_u, o_smem, HV: gl.constexpr, V: gl.constexpr, K: 
 
 @gluon.jit
 def first_place(items, H: gl.constexpr, FORM: gl.constexpr):
-    """Head and row of a program's first item. Programs take turns; or (2) each has a run of rows of one head, then of
-    the next, so that a head's weights are read again soon."""
+    """Head and row of a program's first item. Programs take turns; or (2 on) each has a run of rows of one head, then
+    of the next, so that a head's weights are needed again soon."""
     program = gl.program_id(0)
-    if FORM == 2:
+    if FORM > 0:
         programs, rows = gl.num_programs(0), items // H
         place = program * (items // programs) + gl.minimum(program, items % programs)
         return place // rows, place % rows
@@ -147,7 +147,7 @@ def first_place(items, H: gl.constexpr, FORM: gl.constexpr):
 @gluon.jit
 def place_after(head, row, item, items, H: gl.constexpr, FORM: gl.constexpr):
     """Head and row of `item`, which comes after that of a head and row; where there is no such item, of any."""
-    if FORM == 2:
+    if FORM > 0:
         ends = row + 1 == items // H
         return gl.where(ends, (head + 1) % H, head), gl.where(ends, 0, row + 1)
     else:
@@ -395,13 +395,13 @@ def verify(
     LOG_T: gl.constexpr, LOG_P: gl.constexpr, AHEAD: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
     """Commit, then try, as in the twin, for every head of every row. Tiles have T = 2^LOG_T and P = 2^LOG_P rows.
-    AHEAD: shared memory has room for a state, else it comes when it is needed. FORM: 0, or what waits less: 1 asks for
-    slots and weights sooner and convolves all at once; 2, too, with other items for each program (`first_place`) and
-    weights that are asked for a draft later."""
+    AHEAD: shared memory has room for a state, else it comes when it is needed. FORM: 0, or what waits less: 2 asks for
+    slots and weights sooner, convolves all at once and has other items for each program (`first_place`); 3, too, and
+    asks for writes u before the last draft and for an item's gates with the next one's tokens; 4 as 3, but weights stay
+    in registers while the head does."""
     T: gl.constexpr = 1 << LOG_T
     P: gl.constexpr = 1 << LOG_P
     HV: gl.constexpr = H * V
-    LAST: gl.constexpr = 2 if FORM == 1 and tokens - 2 > FETCH_AT else 1  # drafts after the next weights are asked for
     line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     rows: gl.constexpr = max(1, V * LANES // (32 * gl.num_warps()))
     S_layout: gl.constexpr = gl.BlockedLayout([rows, 4], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
@@ -438,7 +438,8 @@ def verify(
     async_copy.commit_group()
     if slot >= 0:
         fetch_rows(u_smem, past_u + slot * (past_tokens * HV) + head * V, HV, count)
-        fetch_rows(gate_smem, gate + row * gate_row + head * V, HV, tokens)
+        if FORM < 3:
+            fetch_rows(gate_smem, gate + row * gate_row + head * V, HV, tokens)
     async_copy.commit_group()
 
     weights, phase = weights_of(head, conv_weight, A_log, dt_bias, H, K, V, W, line), 0
@@ -510,6 +511,8 @@ def verify(
                 past_tokens, H, K, V, W,
             )  # fmt: skip
             b_T1 = betas(b + row1 * b_row + head1, gl.where(there, tokens, 0), T, H)
+            if FORM > 2:
+                fetch_rows(gate_smem, gate + row * gate_row + head * V, HV, gl.where(slot >= 0, tokens, 0))
             place = place_after(found[0], found[1], item + 2 * programs, items, H, FORM)
             found = ask_for(place[0], place[1], item + 2 * programs, items, slots, accepted, FORM)
             async_copy.commit_group()
@@ -526,17 +529,21 @@ def verify(
         y_row, u_row = y + row * (tokens * HV) + head * V, past_u + slot * (past_tokens * HV) + head * V
         o_smem = gl.allocate_shared_memory(y.dtype.element_ty, [T, V], TILE)
         if slot >= 0:
-            for t in range(tokens - LAST):
+            for t in range(tokens - 1):
                 if AHEAD and t == FETCH_AT:
                     fetch_state(stage, arrived, states_desc, slot1, head1, state_slot, V, K)
                 S_VK = draft(S_VK, t, tiles, u_row, o_smem, HV, V, K)
-        if AHEAD and (slot < 0 or tokens - LAST <= FETCH_AT):
+        if AHEAD and (slot < 0 or tokens - 1 <= FETCH_AT):
             fetch_state(stage, arrived, states_desc, slot1, head1, state_slot, V, K)
-        if FORM > 0:
+        if FORM > 2:
+            if not AHEAD:
+                barrier()  # else every warp has replayed: they met where the state was sent
+            fetch_rows(u_smem, past_u + slot1 * (past_tokens * HV) + head1 * V, HV, count1)
+            async_copy.commit_group()
+            async_copy.wait_group(1)  # for gates
+        if FORM == 2 or FORM == 3:
             weights = weights_of(head1, conv_weight, A_log, dt_bias, H, K, V, W, line)
         if slot >= 0 and tokens > 0:
-            if LAST == 2:
-                S_VK = draft(S_VK, tokens - 2, tiles, u_row, o_smem, HV, V, K)
             draft(S_VK, tokens - 1, tiles, u_row, o_smem, HV, V, K)  # nobody needs the state after it
         mark(clocks, item, 5)
         if FORM == 0:  # registers are free from here on
@@ -545,12 +552,15 @@ def verify(
             store_outputs(y_row, o_smem, gate_smem, norm_smem, eps, tokens, HV, V)
         else:
             clear(y_row, tokens, T, V, HV)
-        if FORM > 0:
-            barrier()  # gates and writes have been read
-        if slot1 >= 0:
-            fetch_rows(u_smem, past_u + slot1 * (past_tokens * HV) + head1 * V, HV, count1)
-            fetch_rows(gate_smem, gate + row1 * gate_row + head1 * V, HV, tokens)
-        async_copy.commit_group()
+        if FORM < 3:
+            if FORM > 0:
+                barrier()  # gates and writes have been read
+            if slot1 >= 0:
+                fetch_rows(u_smem, past_u + slot1 * (past_tokens * HV) + head1 * V, HV, count1)
+                fetch_rows(gate_smem, gate + row1 * gate_row + head1 * V, HV, tokens)
+            async_copy.commit_group()
+        if FORM == 4 and (head1 != head) & (item + programs < items):
+            weights = weights_of(head1, conv_weight, A_log, dt_bias, H, K, V, W, line)
         mark(clocks, item, 6)
         head, row, slot, count = head1, row1, slot1, count1
     async_copy.wait_group(0)
