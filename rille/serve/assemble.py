@@ -63,6 +63,7 @@ def count_pages(model: K3, config: EngineConfig) -> int:
 
 
 def new_scheduler(pages: Pages, num_pages: int, config: EngineConfig) -> Scheduler:
+    """The scheduler over a pool. Raises ValueError where the pool holds not even one token and the next."""
     layout, host = pages.layout, int(config.host_gib * 2**30) // pages.layout.page_bytes
     offloads = config.preemption == "offload"
     in_tier = host // 2 if offloads else host
@@ -79,7 +80,14 @@ def new_scheduler(pages: Pages, num_pages: int, config: EngineConfig) -> Schedul
         max_length=config.max_length,
         deterministic=config.deterministic,
     )
-    return Scheduler(cache, limits, park)
+    scheduler = Scheduler(cache, limits, park)
+    if scheduler.longest < 2:
+        raise ValueError(
+            f"a pool of {num_pages} pages, of which the state of a sequence takes {layout.groups} and each "
+            f"{layout.page_tokens} tokens one more, has no room for a sequence (at most {config.max_length} tokens); give "
+            "more memory (num_pages or memory_gib), or a larger max_length"
+        )
+    return scheduler
 
 
 def new_drafter(model: K3, config: EngineConfig, own: Drafter | None = None) -> Drafter | None:

@@ -201,6 +201,8 @@ def test_what_cannot_be_is_refused(model):
         engine(model, hash_unit=100)
     with pytest.raises(ValueError, match="no multi-token-prediction layer"):
         engine(model, drafter="mtp")
+    with pytest.raises(ValueError, match="a pool of 2 pages, of which the state of a sequence takes 2"):
+        Engine(model, num_pages=2)
 
 
 @pytest.mark.parametrize(
