@@ -84,8 +84,8 @@ def new_scheduler(pages: Pages, num_pages: int, config: EngineConfig) -> Schedul
     if scheduler.longest < 2:
         raise ValueError(
             f"a pool of {num_pages} pages, of which the state of a sequence takes {layout.groups} and each "
-            f"{layout.page_tokens} tokens one more, has no room for a sequence (at most {config.max_length} tokens); give "
-            "more memory (num_pages or memory_gib), or a larger max_length"
+            f"{layout.page_tokens} tokens one more, has no room for a sequence (at most {config.max_length} tokens); "
+            "give more memory (num_pages or memory_gib), or a larger max_length"
         )
     return scheduler
 
