@@ -536,11 +536,10 @@ def verify(
         if AHEAD and (slot < 0 or tokens - 1 <= FETCH_AT):
             fetch_state(stage, arrived, states_desc, slot1, head1, state_slot, V, K)
         if FORM > 2:
-            if not AHEAD:
-                barrier()  # else every warp has replayed: they met where the state was sent
+            async_copy.wait_group(0)  # for gates
+            barrier()  # every warp has replayed
             fetch_rows(u_smem, past_u + slot1 * (past_tokens * HV) + head1 * V, HV, count1)
             async_copy.commit_group()
-            async_copy.wait_group(1)  # for gates
         if FORM == 2 or FORM == 3:
             weights = weights_of(head1, conv_weight, A_log, dt_bias, H, K, V, W, line)
         if slot >= 0 and tokens > 0:
