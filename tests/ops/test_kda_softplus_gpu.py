@@ -11,19 +11,11 @@ import torch
 pytest.importorskip("triton")
 
 from rille.ops.kda import Gate
-from rille.ops.kda import backward as kernels
 from rille.ops.kda.segments import cutting
 from tests.ops import test_kda_backward as backward
 from tests.ops import test_kda_triton as forward
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(params=[True, False], ids=["nested", "direct"], autouse=True)
-def last_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "NESTED", request.param)
-
-
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 0, 300)
 
 

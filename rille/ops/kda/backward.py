@@ -30,10 +30,6 @@ from rille.ops.kda.segment_launch import border_gradients
 from rille.ops.kda.segments import Segments
 from rille.ops.launching import launch, rows_of
 
-# Whether the last kernel takes pairs of the softplus gate by `backward_nested.py`, which has read illegal memory on a
-# card, else by `backward_direct.py`.
-NESTED = False
-
 
 class Prepared(NamedTuple):
     """Operands of the two passes and numbers of the last kernel, in chunk layout."""
@@ -224,7 +220,7 @@ def local(
         *(x.stride(0) for x in (q_NHK, k_NHK, z_NHK, v_NHV, do_NHV)), inputs.lower_bound or 0.0, K**-0.5,
     )  # fmt: skip
     bounded = inputs.lower_bound is not None
-    shape = dict(H=H, K=K, V=V, BV=min(V, 128), BOUNDED=bounded, NESTED=NESTED, **types(dtype), num_warps=K // 16)
+    shape = dict(H=H, K=K, V=V, BV=min(V, 128), BOUNDED=bounded, **types(dtype), num_warps=K // 16)
     launch(local_kernel, M * H, arguments, **shape)
     dA_log = torch.zeros_like(A_log, dtype=torch.float32)
     dA_log[:H] = drate_MHK.sum((0, 2))

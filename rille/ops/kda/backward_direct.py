@@ -17,8 +17,22 @@ import triton
 import triton.language as tl
 
 from rille.ops.kda.backward_kernels import NO_TOKEN, times_ones, transposed
-from rille.ops.kda.backward_nested import last_logit, store_db
-from rille.ops.kda.intra import LOG2E, exp2, log2_decay, operand, reciprocal
+from rille.ops.kda.intra import LOG2E, SHUT, exp2, log2_decay, operand, reciprocal
+
+
+@triton.jit
+def store_db(known, at_beta, at, held):
+    """db of a half's rows: sum_V dV U = (sum_K k dk + sum_V dV v) / 2, of which the second lies a chunk after beta."""
+    twice = known + tl.load(at_beta + 64)
+    tl.store(at, (twice * (0.5 - 0.5 * tl.load(at_beta))).to(at.dtype.element_ty), mask=held)
+
+
+@triton.jit
+def last_logit(rate):
+    """Logits above it are cut off: rate softplus(x) = SHUT ln 2, solved for x."""
+    bits = SHUT / rate
+    rest = tl.where(bits < 1e-3, bits * 0.6931471805599453, 1.0 - tl.exp2(-bits))
+    return (bits + tl.log2(rest)) * 0.6931471805599453
 
 
 @triton.jit

@@ -14,7 +14,8 @@ The equations are those of `chunk_backward.py`. A chunk has two halves, a and b,
 dG = q dq + k (dk_row - dk_col) is what passes a token less what comes to its end there, and most of it cancels in the
 sums over tokens that give dg. So the diagonal of dA, which is in both, is added after dG is formed, and dG takes the
 factors as they were rounded for the products: q up and k down inside a half, q r and k c between the halves. Then a
-pair of tokens is the same number in the row of one and in the column of the other.
+pair of tokens is the same number in the row of one and in the column of the other. What a token leaves in the state
+after the chunk, k down 2^t3 U D, is no pair: it is taken with k down as it is, in dG as in what passes the whole chunk.
 
 dA, dAk are masked before the products, so that zeros meet only finite factors, and brought to magnitude 32 at most
 before 2^115 meets them; everything that follows is in those units up to the end.
@@ -29,9 +30,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rille.ops.kda.backward_direct import local_channels_directly
+from rille.ops.kda.backward_direct import local_channels_directly, store_db
 from rille.ops.kda.backward_kernels import NO_TOKEN, bounded_decay, factor, times_ones, transposed
-from rille.ops.kda.backward_nested import local_channels_nested, store_db
 from rille.ops.kda.intra import LOG2E, exp2, operand, reciprocal
 
 
@@ -102,7 +102,6 @@ def local_kernel(
     V: tl.constexpr,
     BV: tl.constexpr,
     BOUNDED: tl.constexpr,
-    NESTED: tl.constexpr,
     OPERAND: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
@@ -169,13 +168,6 @@ def local_kernel(
             do_ptr, dv_ptr, rate, dt_bias_ptr + h * K, ones_ptr, u_ptr, states_ptr, dstates_ptr, totals_ptr, norms_ptr,
             dq_ptr, dk_ptr, dz_ptr, db_ptr, dbias_ptr, drate_ptr, count, q_stride, k_stride, z_stride, do_stride,
             lower_bound, scale, H, K, V, BV, OPERAND, INTERPRET,
-        )  # fmt: skip
-    elif NESTED:
-        local_channels_nested(
-            own_a, own_b, da_aa, da_ba, da_bb, dak_aa, dak_ba, dak_bb, unit, q_ptr, k_ptr, z_ptr,
-            do_ptr, dv_ptr, rate, dt_bias_ptr + h * K, ones_ptr, u_ptr, states_ptr, dstates_ptr, totals_ptr, norms_ptr,
-            dq_ptr, dk_ptr, dz_ptr, db_ptr, dbias_ptr, drate_ptr, count, q_stride, k_stride, z_stride, do_stride, scale,
-            H, K, V, BV, OPERAND, INTERPRET,
         )  # fmt: skip
     else:
         local_channels_directly(
@@ -273,10 +265,12 @@ def local_channels(
     at_K = channel[None, :] + at_b * (H * K)
     tl.store(dq_ptr + at_K, tl.trans(dq.to(dq_ptr.dtype.element_ty)), mask=in_b)
     end *= exp2(t3, INTERPRET) * per_unit * tl.load(at_norms + 2 * C + R)[None, :]
-    carried += tl.sum(k_down.to(tl.float32) * end, 1)[:, None]
-    end = tl.dot(q_up, operand(da_bb, OPERAND, INTERPRET), end)
-    end = tl.dot(k_up, operand(dak_bb, OPERAND, INTERPRET), end)
-    dG -= k_down.to(tl.float32) * end
+    kept = k_b * down * end
+    carried += tl.sum(kept, 1)[:, None]
+    inside = tl.dot(q_up, operand(da_bb, OPERAND, INTERPRET))
+    inside = tl.dot(k_up, operand(dak_bb, OPERAND, INTERPRET), inside)
+    dG -= k_down.to(tl.float32) * inside + kept
+    end += inside
     dk += end * down
     known = tl.sum(k_b * dk, 0) * unit
     store_db(known, at_norms + 2 * C + R, db_ptr + (row + R) * H, row + R < count)
@@ -318,10 +312,12 @@ def local_channels(
     at_K = channel[None, :] + at_a * (H * K)
     tl.store(dq_ptr + at_K, tl.trans(dq.to(dq_ptr.dtype.element_ty)), mask=in_a)
     end *= exp2(t1 + t2 + t3, INTERPRET) * per_unit * tl.load(at_norms + 2 * C)[None, :]
-    carried += tl.sum(k_down.to(tl.float32) * end, 1)[:, None]
-    end = tl.dot(q_up, operand(da_aa, OPERAND, INTERPRET), end)
-    end = tl.dot(k_up, operand(dak_aa, OPERAND, INTERPRET), end)
-    dG -= k_down.to(tl.float32) * end
+    kept = k_a * down * end
+    carried += tl.sum(kept, 1)[:, None]
+    inside = tl.dot(q_up, operand(da_aa, OPERAND, INTERPRET))
+    inside = tl.dot(k_up, operand(dak_aa, OPERAND, INTERPRET), inside)
+    dG -= k_down.to(tl.float32) * inside + kept
+    end += inside
     to_b = tl.dot(q_r, operand(da_ba, OPERAND, INTERPRET))
     to_b = tl.dot(k_r, operand(dak_ba, OPERAND, INTERPRET), to_b)
     dG -= k_c.to(tl.float32) * to_b
