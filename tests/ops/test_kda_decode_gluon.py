@@ -18,13 +18,11 @@ from tests.ops.test_kda_decode import CASES, assert_pools_close, at, make_inputs
 PROGRAMS = 3  # that share the heads of all rows: each has several, and not always the same head
 
 
-@pytest.fixture(params=[(when, form) for form in decode_launch.FORMS for when in ("late", "early")], ids=str)
+@pytest.fixture(params=["late", "early"])
 def kernels(request, monkeypatch):
     """decode and verify launch the Gluon kernels on CPU tensors; copies of verify arrive late or early."""
-    when, form = request.param
-    monkeypatch.setattr(decode_launch, "FORM", form)
     decode, verify = gluon_on_cpu.kernels_of(decode_gluon, verify_gluon)
-    staying = Kernel(verify.verify, when == "early", PROGRAMS)
+    staying = Kernel(verify.verify, request.param == "early", PROGRAMS)
     monkeypatch.setattr(decode_launch, "decode_gluon", SimpleNamespace(decode=Kernel(decode.decode)))
     monkeypatch.setattr(decode_launch, "verify_gluon", SimpleNamespace(verify=staying))
     monkeypatch.setattr(interface, "obstacle", lambda *_: None)
@@ -69,7 +67,7 @@ def test_bf16_and_a_state_that_does_not_fit_ahead(kernels, monkeypatch):
 
 
 def test_eight_tokens(kernels):
-    """Drafts before the next state is asked for, between, and after its weights are. The first row is idle: there a
+    """Drafts before the next state is asked for, between, and after the next writes are. The first row is idle: there a
     program comes to another head."""
     layer = make_layer()
     pools, again = make_pools(layer, tokens=8), make_pools(layer, tokens=8)

@@ -22,7 +22,6 @@ from rille.ops.kda.decode import kda_commit, kda_decode, kda_verify
 from rille.ops.kda.decode_launch import Spread
 
 HEADS, CACHE = 96, 256 * 2**20
-FORM, FORMS = decode_launch.FORM, decode_launch.FORMS  # of verify: the one in use, and all
 DECODE_SPREADS = [Spread(8, 4, 128), Spread(8, 8), Spread(4, 4), Spread(4, 8)]
 
 
@@ -212,13 +211,10 @@ class Bench:
         with_spread(None)
         return time_us
 
-    def verify(self, accepted: int, form: int = FORM) -> float:
-        decode_launch.FORM = form
+    def verify(self, accepted: int) -> float:
         count = torch.full((self.B,), accepted, dtype=torch.int32, device="cuda")
         calls = zip(self.inputs, self.layers, self.pools, strict=True)
-        time_us = graph_us([lambda c=c: kda_verify(*c, self.slots, count, backend="gluon") for c in calls])
-        decode_launch.FORM = FORM
-        return time_us
+        return graph_us([lambda c=c: kda_verify(*c, self.slots, count, backend="gluon") for c in calls])
 
     def fla(self) -> float:
         from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
@@ -246,24 +242,24 @@ def with_spread(spread: Spread | None) -> None:
 SECTIONS = ("between", "tokens", "convolve", "state", "replay", "drafts", "outputs")
 
 
-def measure_sections(bench: Bench, accepted: int, form: int = FORM) -> dict[str, Any]:
+def measure_sections(bench: Bench, accepted: int) -> dict[str, Any]:
     """Mean cycles of the first warp in each section of an item of verify (`SECTIONS` in `verify_gluon.py`; "tokens" and
     "state" are waiting), and of all of a program's items; GHz: those over the launch's time without clocks."""
     count = torch.full((bench.B,), accepted, dtype=torch.int32, device="cuda")
-    us, items = bench.verify(accepted, form), bench.B * HEADS
+    us, items = bench.verify(accepted), bench.B * HEADS
     a_multiprocessor = decode_launch.verify_spread(128, 128).programs
     programs = min(items, a_multiprocessor * torch.cuda.get_device_properties(0).multi_processor_count)
     stamps = torch.zeros(items, len(SECTIONS), dtype=torch.int32, device="cuda")
     for calls in list(zip(bench.inputs, bench.layers, bench.pools, strict=True))[:2]:
-        decode_launch.CLOCKS, decode_launch.FORM = stamps, form  # of the last call
+        decode_launch.CLOCKS = stamps  # of the last call
         kda_verify(*calls, bench.slots, count, backend="gluon")
-    decode_launch.CLOCKS, decode_launch.FORM = None, FORM
+    decode_launch.CLOCKS = None
     ticks = stamps.long().cpu()
     before = torch.roll(ticks[:, -1], programs)
     before[:programs] = ticks[:programs, 0]
     apart = (ticks - torch.cat([before[:, None], ticks[:, :-1]], 1)) % 2**32
     each = [apart[program::programs].sum().item() for program in range(programs)]
-    row: dict[str, Any] = {"work": f"form {form} B{bench.B} {accepted}+{bench.tokens}"}
+    row: dict[str, Any] = {"work": f"verify B{bench.B} {accepted}+{bench.tokens}"}
     row |= dict(zip(SECTIONS, apart.double().mean(0).tolist(), strict=True))
     return row | {"all": sum(each) / programs, "longest": max(each), "GHz": max(each) / us / 1e3}
 
@@ -303,9 +299,7 @@ def measure_verify(
             row: dict[str, Any] = {"work": f"verify B{B} {accepted}+{tokens}", "floor": floor}
             row["ours"] = bench.verify(accepted)
             row["of floor"] = floor / row["ours"]
-            row |= {f"form {form}": bench.verify(accepted, form) for form in FORMS if form != FORM}
-            times = [row["ours"], *(row[f"form {form}"] for form in FORMS if form != FORM)]
-            row |= {"steps": row["ours"] / decode[f"decode B{B}"], "fewest": min(times) / decode[f"decode B{B}"]}
+            row["steps"] = row["ours"] / decode[f"decode B{B}"]
             print(" ", row, flush=True)
             rows.append(row)
         del bench

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,6 @@ import triton
 from kda_parts import backward, decode, forward, segments
 from triton.runtime import driver
 from triton.runtime.autotuner import Autotuner
-
-from rille.ops.kda import decode_launch
 
 SETTINGS = 3  # processes that share the settings of one of fla's works
 WORK_SECONDS = 50  # for ours and fla of one row
@@ -75,10 +72,11 @@ def gate_backward(share: int) -> list[str]:
     return backward.check_gradients(backward.GATE_WORKS[share::2])[1]
 
 
-def gate_decode(check: Callable[[], list[tuple[str, float, float]]], form: int) -> list[str]:
-    decode_launch.FORM = form
+def gate_decode(check: Callable[[], list[tuple[str, float, float]]]) -> list[str]:
     rows = check()
-    return [f"gate: {what} is off by {error:.2e}, at most {limit:.0e}" for what, error, limit in rows if error > limit]
+    return [
+        f"gate: {what} is off by {error:.2e}, at most {limit:.0e}" for what, error, limit in rows if not error <= limit
+    ]
 
 
 def gate_segments() -> list[str]:
@@ -127,12 +125,12 @@ def compile_fla(group: str, share: int) -> list[str]:
     return []
 
 
-def compile_decode(form: int) -> list[str]:
-    for B in (1, 32, 128) if form == decode.FORM else ():
+def compile_decode() -> list[str]:
+    for B in (1, 32, 128):
         decode.Bench(B, 0, count=1).decode()
     bench = decode.Bench(32, 8, count=1)
-    bench.verify(8, form)
-    decode.measure_sections(bench, 8, form)
+    bench.verify(8)
+    decode.measure_sections(bench, 8)
     return []
 
 
@@ -248,8 +246,8 @@ def time_decode(options: Options) -> None:
     for row in decode.measure_verify(speed, steps, ((32, 8), (1, 8))):
         append(options, "verify", row)
     bench = decode.Bench(32, 8, count=4)
-    for accepted, form in product((8, 4, 0), decode.FORMS):
-        append(options, "sections", decode.measure_sections(bench, accepted, form))
+    for accepted in (8, 4, 0):
+        append(options, "sections", decode.measure_sections(bench, accepted))
     if options.with_fla:
         for B in (32, 1, 128):
             append(options, "fla decode", {"work": f"decode B{B}", "fla": decode.Bench(B).fla()})
@@ -293,14 +291,13 @@ def first_half(with_fla: bool) -> dict[str, Job]:
     checks = {"kinds": decode.check_kinds}
     for i, share in enumerate("abc"):
         checks[share] = partial(decode.check_shapes, tuple(names[2 * i : 2 * i + 2]))
-    for (name, check), form in product(checks.items(), decode.FORMS):
-        jobs[f"gate decode {name} {form}"] = lambda _, c=check, f=form: gate_decode(c, f)
+    jobs |= {f"gate decode {name}": lambda _, c=check: gate_decode(c) for name, check in checks.items()}
     jobs |= {"gate segments": lambda _: gate_segments(), "gate forward": lambda _: gate_forward()}
     jobs |= {f"ours {group}": lambda _, g=group: compile_ours(g) for group in GROUPS}
     jobs |= {"errors fla": lambda _: compile_fla_errors()} if with_fla else {}
     jobs |= {f"errors {work.name}": partial(beside_fla, work) for work in backward.BESIDE_FLA}
     jobs |= {"ours softplus": lambda _: compile_softplus()}
-    jobs |= {f"decode kernels {form}": lambda _, f=form: compile_decode(f) for form in decode.FORMS}
+    jobs |= {"decode kernels": lambda _: compile_decode()}
     jobs |= {"gate conv": lambda _: gate_conv()}
     jobs |= {"study kernels stages": lambda _: compile_stages()}
     return jobs | {f"study kernels {name}": lambda _, n=name: compile_segments(n) for name in SPLIT_WORKS}

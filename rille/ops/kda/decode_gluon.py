@@ -95,9 +95,7 @@ def rounded(x, kind: gl.constexpr, PAIRS: gl.constexpr):
 
 
 @gluon.jit
-def short_conv(
-    rows, x1_N, x2_N, x3_N, taps, W: gl.constexpr, T: gl.constexpr, LOG_T: gl.constexpr, PAIRS: gl.constexpr = False
-):
+def short_conv(rows, x1_N, x2_N, x3_N, taps, W: gl.constexpr, T: gl.constexpr, LOG_T: gl.constexpr):
     """silu(conv) [T, N] of a tuple of rows whose last inputs before them are x1, x2, x3 (oldest tap first); in fp32,
     rounded to the rows' dtype."""
     w0_N, w1_N, w2_N, w3_N = taps
@@ -114,7 +112,7 @@ def short_conv(
             total_N = gl.fma(x0_N, w0_N, gl.fma(x1_N, w1_N, gl.fma(x2_N, w2_N, x3_N * w3_N)))
         convolved = convolved + (total_N * sigmoid(total_N),)
         x1_N, x2_N, x3_N = x0_N, x1_N, x2_N
-    return rounded(stack(convolved, T, LOG_T), rows[0].dtype, PAIRS)
+    return rounded(stack(convolved, T, LOG_T), rows[0].dtype, T > 1)
 
 
 @gluon.jit

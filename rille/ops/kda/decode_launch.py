@@ -32,9 +32,6 @@ SHARED_LIMIT = 227 * 1024
 # For benchmarks: int32 [items, verify_gluon.SECTIONS], where the programs of verify note their clocks.
 CLOCKS: Tensor | None = None
 
-# Form of the verify kernel (`verify_gluon.verify`), and those that benchmarks time beside one another.
-FORM, FORMS = 0, (0, 2, 3, 4)
-
 # Below this batch the card is not full and a step is bound by its longest chain: a shuffle less in each sum.
 FULL_BATCH = 8
 
@@ -185,7 +182,7 @@ def launch_verify(
         tails, states, table_of(states), slots, CLOCKS, lower_bound or 0.0, eps, T, P,
         qkv.stride(0), z.stride(0), b.stride(0), gate.stride(0), tails.stride(0), states.stride(0), B * H,
         H=H, K=K, V=V, W=W, BOUNDED=lower_bound is not None, AHEAD=fits_ahead(K, V, T, P, qkv.element_size()),
-        FORM=FORM, **gluon_options(spread), **tiles(T, P),
+        **gluon_options(spread), **tiles(T, P),
     )  # fmt: skip
 
 

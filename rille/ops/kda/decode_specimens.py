@@ -22,13 +22,13 @@ WHOLE = tuple(name for name in TYPES if name not in ("items", "tokens", "past_to
 
 def specimen(
     name: str, kernel: Any, K: int = 128, V: int = 128, B: int = 32, bounded: bool = True, tokens: int = 8,
-    W: int = 4, clocks: bool = False, form: int = 0, **more: Any,
+    W: int = 4, clocks: bool = False, **more: Any,
 ) -> Specimen:  # fmt: skip
     constexprs: dict[str, Any] = dict(H=96, K=K, V=V, W=W, BOUNDED=bounded)
     spread = decode_launch.decode_spread(K, V, B)
     if name.startswith("verify_gluon"):
         spread, ahead = decode_launch.verify_spread(K, V), decode_launch.fits_ahead(K, V, tokens, tokens, 2)
-        constexprs |= dict(tokens=tokens, past_tokens=tokens, AHEAD=ahead, FORM=form)
+        constexprs |= dict(tokens=tokens, past_tokens=tokens, AHEAD=ahead)
         constexprs |= decode_launch.tiles(tokens, tokens) | ({} if clocks else dict(clocks=None))
     if "triton" not in name:
         constexprs |= dict(LANES=spread.lanes)
@@ -51,20 +51,11 @@ SPECIMENS = [
     specimen("decode_gluon_v256", decode_gluon.decode, V=256),
     specimen("verify_gluon", verify_gluon.verify),
     specimen("verify_gluon_clocks", verify_gluon.verify, clocks=True),
-    specimen("verify_gluon_form_2", verify_gluon.verify, form=2),
-    specimen("verify_gluon_form_3", verify_gluon.verify, form=3),
-    specimen("verify_gluon_form_4", verify_gluon.verify, form=4),
-    specimen("verify_gluon_form_4_clocks", verify_gluon.verify, form=4, clocks=True),
-    specimen("verify_gluon_form_4_one_tap", verify_gluon.verify, form=4, W=1),
-    specimen("verify_gluon_form_4_softplus", verify_gluon.verify, form=4, bounded=False),
-    specimen("verify_gluon_form_4_k64", verify_gluon.verify, form=4, K=64, V=64, **HALF),
-    specimen("verify_gluon_form_4_v256", verify_gluon.verify, form=4, V=256),
-    specimen("verify_gluon_form_4_v256_16", verify_gluon.verify, form=4, V=256, tokens=16),
     specimen("verify_gluon_4", verify_gluon.verify, tokens=4),
     specimen("verify_gluon_1", verify_gluon.verify, tokens=1),
     specimen("verify_gluon_one_tap", verify_gluon.verify, W=1),
     specimen("verify_gluon_softplus", verify_gluon.verify, bounded=False),
-    specimen("verify_gluon_k64", verify_gluon.verify, K=64, V=64),
+    specimen("verify_gluon_k64", verify_gluon.verify, K=64, V=64, **HALF),
     specimen("verify_gluon_v256", verify_gluon.verify, V=256),
     specimen("verify_gluon_16", verify_gluon.verify, tokens=16),
     specimen("verify_gluon_v256_16", verify_gluon.verify, V=256, tokens=16),

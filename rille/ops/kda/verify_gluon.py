@@ -7,8 +7,12 @@ that memory is busy while programs compute; a program that loads, computes and s
     state     by TMA, both ways through one buffer: out of it into registers, replayed, back into it, and from there to
               memory while drafts are tried; the next one is asked for when the third draft begins. Stores from
               registers would fill the queue that all programs on a multiprocessor share with reads of shared memory
-    tokens    inputs qkv and z, of new tokens and of those remembered: when the last item's are convolved
-    late      writes u and output gates, which are read to the end of an item: at its end (FORM below)
+    slots     and how many tokens are accepted: two items ahead, so that nothing waits for them
+    tokens    inputs qkv and z, of new tokens and of those remembered: when the last item's are convolved, while its
+              state is read out of shared memory
+    gates     of an item's own output: with the next one's tokens
+    writes    u of the remembered: before the last draft
+    weights   stay in registers while the head does. Each program has a run of rows of one head, then of the next
 
 Steps of an item: those of `decode_gluon.py`, with what was accepted before them.
 
@@ -109,13 +113,6 @@ def with_before(smem, before, W: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def convolved(smem, before, taps, W: gl.constexpr, LOG_T: gl.constexpr, layout: gl.constexpr):
-    """silu(conv) [T, N] of the rows in shared memory and what came before them."""
-    rows, x1_N, x2_N, x3_N = with_before(smem, before, W, layout)
-    return short_conv(rows, x1_N, x2_N, x3_N, taps, W, 1 << LOG_T, LOG_T)
-
-
-@gluon.jit
 def draft(S_VK, t, tiles, past_u, o_smem, HV: gl.constexpr, V: gl.constexpr, K: gl.constexpr):
     """S after new token t; its write goes to `past_u` and its o, rounded, to shared memory."""
     over_K: gl.constexpr = gl.SliceLayout(0, S_VK.type.layout)
@@ -132,26 +129,19 @@ def draft(S_VK, t, tiles, past_u, o_smem, HV: gl.constexpr, V: gl.constexpr, K: 
 
 
 @gluon.jit
-def first_place(items, H: gl.constexpr, FORM: gl.constexpr):
-    """Head and row of a program's first item. Programs take turns; or (2 on) each has a run of rows of one head, then
-    of the next, so that a head's weights are needed again soon."""
-    program = gl.program_id(0)
-    if FORM > 0:
-        programs, rows = gl.num_programs(0), items // H
-        place = program * (items // programs) + gl.minimum(program, items % programs)
-        return place // rows, place % rows
-    else:
-        return program % H, program // H
+def first_place(items, H: gl.constexpr):
+    """Head and row of a program's first item. Each program has a run of rows of one head, then of the next, so that it
+    seldom needs other weights."""
+    program, programs, rows = gl.program_id(0), gl.num_programs(0), items // H
+    place = program * (items // programs) + gl.minimum(program, items % programs)
+    return place // rows, place % rows
 
 
 @gluon.jit
-def place_after(head, row, item, items, H: gl.constexpr, FORM: gl.constexpr):
-    """Head and row of `item`, which comes after that of a head and row; where there is no such item, of any."""
-    if FORM > 0:
-        ends = row + 1 == items // H
-        return gl.where(ends, (head + 1) % H, head), gl.where(ends, 0, row + 1)
-    else:
-        return item % H, item // H
+def place_after(head, row, items, H: gl.constexpr):
+    """Head and row of a program's item after that of a head and row; where there is no such item, of any."""
+    ends = row + 1 == items // H
+    return gl.where(ends, (head + 1) % H, head), gl.where(ends, 0, row + 1)
 
 
 @gluon.jit
@@ -166,26 +156,19 @@ def zero_of_lane(items):
 
 
 @gluon.jit
-def ask_for(head, row, item, items, slots, accepted, FORM: gl.constexpr):
+def ask_for(head, row, item, items, slots, accepted):
     """An item's head and row, and slot and count as they lie in memory, [1]; -1 and 0 past the end."""
-    if FORM == 0:
-        here = item < items
-        return head, row, gl.load(slots + row, mask=here, other=-1), gl.load(accepted + row, mask=here, other=0)
-    else:
-        zero_1 = zero_of_lane(items)
-        here_1 = zero_1 + item < items
-        slot_1 = gl.load(slots + row + zero_1, mask=here_1, other=-1)
-        return head, row, slot_1, gl.load(accepted + row + zero_1, mask=here_1, other=0)
+    zero_1 = zero_of_lane(items)
+    here_1 = zero_1 + item < items
+    slot_1 = gl.load(slots + row + zero_1, mask=here_1, other=-1)
+    return head, row, slot_1, gl.load(accepted + row + zero_1, mask=here_1, other=0)
 
 
 @gluon.jit
-def item_of(found, past_tokens: gl.constexpr, FORM: gl.constexpr):
+def item_of(found, past_tokens: gl.constexpr):
     """Head and row of an item, its slot (-1 past the end) and how many remembered tokens it commits."""
     head, row, slot_1, count_1 = found
-    if FORM == 0:
-        slot, count = slot_1.to(gl.int64), count_1.to(gl.int32)
-    else:
-        slot, count = gl.sum(slot_1, 0).to(gl.int64), gl.sum(count_1, 0).to(gl.int32)
+    slot, count = gl.sum(slot_1, 0).to(gl.int64), gl.sum(count_1, 0).to(gl.int32)
     count = gl.minimum(gl.maximum(count, 0), past_tokens)
     return head, row.to(gl.int64), slot, gl.where(slot >= 0, count, 0)
 
@@ -344,9 +327,9 @@ def new_inputs(
     q, q1_N, q2_N, q3_N = with_before(small[5], small[9], W, line)
     z = rows_of(small[6], line)
     keep_tokens(small, past_qkv, past_z, head, slot, tokens, past_tokens, H, K, V)
-    k_TN = short_conv(k, k1_N, k2_N, k3_N, k_taps, W, T, LOG_T, T > 1)
-    v_TN = short_conv(v, v1_N, v2_N, v3_N, v_taps, W, T, LOG_T, T > 1)
-    q_TN = short_conv(q, q1_N, q2_N, q3_N, q_taps, W, T, LOG_T, T > 1)
+    k_TN = short_conv(k, k1_N, k2_N, k3_N, k_taps, W, T, LOG_T)
+    v_TN = short_conv(v, v1_N, v2_N, v3_N, v_taps, W, T, LOG_T)
+    q_TN = short_conv(q, q1_N, q2_N, q3_N, q_taps, W, T, LOG_T)
     alpha_TN = decays(z, dt_bias_K, rate, lower_bound, BOUNDED, T, LOG_T)
     beta_T1 = sigmoid(b_T1.to(gl.float32))
     tiles[1].store(k_TN)
@@ -366,7 +349,7 @@ def past_inputs(
     _, k_taps, _, _, dt_bias_K = weights
     k, k1_N, k2_N, k3_N = with_before(small[0], small[2], W, line)
     z = rows_of(small[1], line)
-    k_PN = short_conv(k, k1_N, k2_N, k3_N, k_taps, W, P, LOG_P, P > 1)
+    k_PN = short_conv(k, k1_N, k2_N, k3_N, k_taps, W, P, LOG_P)
     alpha_PN = decays(z, dt_bias_K, rate, lower_bound, BOUNDED, P, LOG_P)
     k_past.store(k_PN)
     alpha_past.store(alpha_PN)
@@ -392,13 +375,10 @@ def verify(
     tails, states, states_desc, slots, clocks, lower_bound, eps,
     tokens: gl.constexpr, past_tokens: gl.constexpr, qkv_row, z_row, b_row, gate_row, tail_slot, state_slot, items,
     H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, W: gl.constexpr, BOUNDED: gl.constexpr, LANES: gl.constexpr,
-    LOG_T: gl.constexpr, LOG_P: gl.constexpr, AHEAD: gl.constexpr, FORM: gl.constexpr,
+    LOG_T: gl.constexpr, LOG_P: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Commit, then try, as in the twin, for every head of every row. Tiles have T = 2^LOG_T and P = 2^LOG_P rows.
-    AHEAD: shared memory has room for a state, else it comes when it is needed. FORM: 0, or what waits less: 2 asks for
-    slots and weights sooner, convolves all at once and has other items for each program (`first_place`); 3, too, and
-    asks for writes u before the last draft and for an item's gates with the next one's tokens; 4 as 3, but weights stay
-    in registers while the head does."""
+    AHEAD: shared memory has room for a state, else it comes when it is needed."""
     T: gl.constexpr = 1 << LOG_T
     P: gl.constexpr = 1 << LOG_P
     HV: gl.constexpr = H * V
@@ -420,12 +400,11 @@ def verify(
     gate_smem = gl.allocate_shared_memory(gate.dtype.element_ty, [T, V], TILE)
 
     program, programs = gl.program_id(0), gl.num_programs(0)
-    place = first_place(items, H, FORM)
-    found = ask_for(place[0], place[1], program, items, slots, accepted, FORM)
-    head, row, slot, count = item_of(found, past_tokens, FORM)
-    if FORM > 0:
-        place = place_after(place[0], place[1], program + programs, items, H, FORM)
-        found = ask_for(place[0], place[1], program + programs, items, slots, accepted, FORM)
+    place = first_place(items, H)
+    found = ask_for(place[0], place[1], program, items, slots, accepted)
+    head, row, slot, count = item_of(found, past_tokens)
+    place = place_after(place[0], place[1], items, H)
+    found = ask_for(place[0], place[1], program + programs, items, slots, accepted)
     b_T1 = betas(b, 0, T, H)
     if AHEAD:
         fetch_state(stage, arrived, states_desc, slot, head, state_slot, V, K)
@@ -438,63 +417,30 @@ def verify(
     async_copy.commit_group()
     if slot >= 0:
         fetch_rows(u_smem, past_u + slot * (past_tokens * HV) + head * V, HV, count)
-        if FORM < 3:
-            fetch_rows(gate_smem, gate + row * gate_row + head * V, HV, tokens)
     async_copy.commit_group()
 
     weights, phase = weights_of(head, conv_weight, A_log, dt_bias, H, K, V, W, line), 0
     for item in range(program, items, programs):
-        if FORM == 0:
-            place = place_after(place[0], place[1], item + programs, items, H, FORM)
-            found = ask_for(place[0], place[1], item + programs, items, slots, accepted, FORM)
-        head1, row1, slot1, count1 = item_of(found, past_tokens, FORM)
+        head1, row1, slot1, count1 = item_of(found, past_tokens)
         k_past = gl.allocate_shared_memory(gl.float32, [P, K], TILE)
         alpha_past = gl.allocate_shared_memory(gl.float32, [P, K], TILE)
         tiles = new_tiles(T, K, V)
         mark(clocks, item, 0)
-        async_copy.wait_group(1)  # not for what is late
+        async_copy.wait_group(1)  # not for writes
         mark(clocks, item, 1)
-        if FORM == 0:
-            if slot >= 0:
-                q_taps, k_taps, v_taps, rate, dt_bias_K = weights
-                rate = gl.exp(rate)
-                if count > 0:
-                    k_past.store(convolved(small[0], small[2], k_taps, W, LOG_P, line))
-                    alpha_past.store(decays(rows_of(small[1], line), dt_bias_K, rate, lower_bound, BOUNDED, P, LOG_P))
-                tiles[1].store(convolved(small[3], small[7], k_taps, W, LOG_T, line))
-                tiles[3].store(convolved(small[4], small[8], v_taps, W, LOG_T, line))
-                tiles[2].store(convolved(small[5], small[9], q_taps, W, LOG_T, line))
-                tiles[0].store(decays(rows_of(small[6], line), dt_bias_K, rate, lower_bound, BOUNDED, T, LOG_T))
-                tiles[4].store(sigmoid(b_T1.to(gl.float32)))
-                keep_tokens(small, past_qkv, past_z, head, slot, tokens, past_tokens, H, K, V)
-                if count > 0:
-                    move_tail(small, tails, head, slot, tail_slot, H, K, V, W)
-                store_scales(tiles[1], tiles[2], (tiles[5], tiles[6], tiles[7]), T, K)
-                barrier()  # here, or the compiler puts it into the loop over tokens
-            if slot1 >= 0:
-                fetch_tokens(
-                    small, qkv, z, past_qkv, past_z, tails, head1, row1, slot1, count1, qkv_row, z_row, tail_slot,
-                    tokens, W - 1, past_tokens, H, K, V, W,
-                )  # fmt: skip
-                b_T1 = betas(b + row1 * b_row + head1, tokens, T, H)
-        else:
-            if slot >= 0:
-                rate = gl.exp(weights[3])
-                if count > 0:
-                    past_inputs(small, k_past, alpha_past, weights, rate, lower_bound, W, BOUNDED, LOG_P, line)
-                    move_tail(small, tails, head, slot, tail_slot, H, K, V, W)
-                new_inputs(
-                    small, tiles, weights, rate, b_T1, past_qkv, past_z, head, slot, lower_bound,
-                    tokens, past_tokens, H, K, V, W, BOUNDED, LOG_T, line,
-                )  # fmt: skip
-            barrier()  # the raw inputs have been read
-            store_scales(tiles[1], tiles[2], (tiles[5], tiles[6], tiles[7]), T, K)  # of an idle row, of nothing
-        if FORM == 0:
-            async_copy.commit_group()
-            async_copy.wait_group(1)  # for all but those
-        else:
-            async_copy.wait_group(0)
-            barrier()
+        if slot >= 0:
+            rate = gl.exp(weights[3])
+            if count > 0:
+                past_inputs(small, k_past, alpha_past, weights, rate, lower_bound, W, BOUNDED, LOG_P, line)
+                move_tail(small, tails, head, slot, tail_slot, H, K, V, W)
+            new_inputs(
+                small, tiles, weights, rate, b_T1, past_qkv, past_z, head, slot, lower_bound,
+                tokens, past_tokens, H, K, V, W, BOUNDED, LOG_T, line,
+            )  # fmt: skip
+        barrier()  # the raw inputs have been read
+        store_scales(tiles[1], tiles[2], (tiles[5], tiles[6], tiles[7]), T, K)  # of an idle row, of nothing
+        async_copy.wait_group(0)
+        barrier()
         mark(clocks, item, 2)
         state_VK = state_of(states, gl.maximum(slot, 0), head, state_slot, V, K, S_layout)
         if AHEAD:
@@ -503,19 +449,17 @@ def verify(
             S_VK = stage.load(S_layout)
         else:
             S_VK = gl.load(state_VK)
-        if FORM > 0:
-            there = slot1 >= 0  # no branch: addresses are found while the state comes
-            fetch_tokens(
-                small, qkv, z, past_qkv, past_z, tails, head1, row1, gl.maximum(slot1, 0), count1,
-                qkv_row, z_row, tail_slot, gl.where(there, tokens, 0), gl.where(there, W - 1, 0),
-                past_tokens, H, K, V, W,
-            )  # fmt: skip
-            b_T1 = betas(b + row1 * b_row + head1, gl.where(there, tokens, 0), T, H)
-            if FORM > 2:
-                fetch_rows(gate_smem, gate + row * gate_row + head * V, HV, gl.where(slot >= 0, tokens, 0))
-            place = place_after(found[0], found[1], item + 2 * programs, items, H, FORM)
-            found = ask_for(place[0], place[1], item + 2 * programs, items, slots, accepted, FORM)
-            async_copy.commit_group()
+        there = slot1 >= 0  # no branch: addresses are found while the state comes
+        fetch_tokens(
+            small, qkv, z, past_qkv, past_z, tails, head1, row1, gl.maximum(slot1, 0), count1,
+            qkv_row, z_row, tail_slot, gl.where(there, tokens, 0), gl.where(there, W - 1, 0),
+            past_tokens, H, K, V, W,
+        )  # fmt: skip
+        b_T1 = betas(b + row1 * b_row + head1, gl.where(there, tokens, 0), T, H)
+        fetch_rows(gate_smem, gate + row * gate_row + head * V, HV, gl.where(slot >= 0, tokens, 0))
+        place = place_after(found[0], found[1], items, H)
+        found = ask_for(place[0], place[1], item + 2 * programs, items, slots, accepted)
+        async_copy.commit_group()
         mark(clocks, item, 3)
 
         for t in range(count):
@@ -535,30 +479,18 @@ def verify(
                 S_VK = draft(S_VK, t, tiles, u_row, o_smem, HV, V, K)
         if AHEAD and (slot < 0 or tokens - 1 <= FETCH_AT):
             fetch_state(stage, arrived, states_desc, slot1, head1, state_slot, V, K)
-        if FORM > 2:
-            async_copy.wait_group(0)  # for gates
-            barrier()  # every warp has replayed
-            fetch_rows(u_smem, past_u + slot1 * (past_tokens * HV) + head1 * V, HV, count1)
-            async_copy.commit_group()
-        if FORM == 2 or FORM == 3:
-            weights = weights_of(head1, conv_weight, A_log, dt_bias, H, K, V, W, line)
+        async_copy.wait_group(0)  # for gates
+        barrier()  # every warp has replayed
+        fetch_rows(u_smem, past_u + slot1 * (past_tokens * HV) + head1 * V, HV, count1)
+        async_copy.commit_group()
         if slot >= 0 and tokens > 0:
             draft(S_VK, tokens - 1, tiles, u_row, o_smem, HV, V, K)  # nobody needs the state after it
         mark(clocks, item, 5)
-        if FORM == 0:  # registers are free from here on
-            weights = weights_of(head1, conv_weight, A_log, dt_bias, H, K, V, W, line)
         if slot >= 0:
             store_outputs(y_row, o_smem, gate_smem, norm_smem, eps, tokens, HV, V)
         else:
             clear(y_row, tokens, T, V, HV)
-        if FORM < 3:
-            if FORM > 0:
-                barrier()  # gates and writes have been read
-            if slot1 >= 0:
-                fetch_rows(u_smem, past_u + slot1 * (past_tokens * HV) + head1 * V, HV, count1)
-                fetch_rows(gate_smem, gate + row1 * gate_row + head1 * V, HV, tokens)
-            async_copy.commit_group()
-        if FORM == 4 and (head1 != head) & (item + programs < items):
+        if (head1 != head) & (item + programs < items):
             weights = weights_of(head1, conv_weight, A_log, dt_bias, H, K, V, W, line)
         mark(clocks, item, 6)
         head, row, slot, count = head1, row1, slot1, count1
