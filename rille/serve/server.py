@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 import uvicorn
 from fastapi import FastAPI
 
@@ -39,6 +40,7 @@ def serve(config: ServeConfig) -> None:
     is taken."""
     place = find_checkpoint(config.checkpoint)
     listener = listen(config.host, config.port)
+    leave_a_core()
     engine = Engine(place, config=config.engine)
     if engine.tokenizer is None:
         raise ValueError(f"{place} has no tokenizer, so there is no text to serve; add its tokenizer.json")
@@ -55,6 +57,7 @@ def serve(config: ServeConfig) -> None:
     print(f"key: {'needed' if keys else 'none, anyone who reaches this address is answered'}")
     if events is not None:
         print(f"events: {events.address}, topic {config.kv_events_topic!r}")
+    listener.listen()  # whoever comes now waits for the first answer
     print(f"ready: http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
     engine.start()
     try:
@@ -63,6 +66,15 @@ def serve(config: ServeConfig) -> None:
         engine.close()
         if events is not None:
             events.close()
+
+
+def leave_a_core() -> None:
+    """Let products on a CPU have all cores but one, where nothing else is asked for: their threads wait for each
+    other, and so for each core that clients or HTTP have. With two threads on two cores `tiny` wrote 320 tokens a
+    second over HTTP to 64 clients of the same machine, with one 1,055."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() >= cores > 1:
+        torch.set_num_threads(cores - 1)
 
 
 def keep_loaded() -> None:

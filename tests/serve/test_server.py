@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import openai
 import pytest
+import torch
 import zmq
 
 import rille
@@ -18,7 +19,7 @@ from rille import cli
 from rille.model.checkpoint import save_model
 from rille.serve.chain import Chain
 from rille.serve.kv_events import Announcer, BlockRemoved, BlockStored, EventBatch, Publisher
-from rille.serve.server import keep_loaded
+from rille.serve.server import keep_loaded, leave_a_core
 from tests.serve.scripted import small_tokenizer
 
 SERVE = (sys.executable, "-m", "rille", "serve")
@@ -247,3 +248,16 @@ def test_what_was_loaded_is_not_visited_by_the_collector():
         assert gc.get_freeze_count() > before + 10_000 and len(gc.get_objects()) < 10_000
     finally:
         gc.unfreeze()
+
+
+@pytest.mark.parametrize(("threads", "variable", "left"), [(4, None, 3), (2, None, 2), (4, "4", 4), (9, None, 3)])
+def test_products_leave_a_core_unless_told_otherwise(monkeypatch, threads, variable, left):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(4)), raising=False)
+    kept = [threads]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: kept[-1])
+    monkeypatch.setattr(torch, "set_num_threads", kept.append)
+    leave_a_core()
+    assert kept[-1] == left
