@@ -11,22 +11,11 @@ import pytest
 
 from rille.serve.api import Limits
 from rille.serve.schema import EngineStats, Histogram, QueueFull, TooLarge, Unavailable
-from tests.serve.scripted import reply_ids, small_tokenizer
+from tests.serve.scripted import reply_ids
 from tests.serve.served import MAX_LENGTH, refused, serving, until
 from tests.serve.test_api_chat import FORMAT, USER
 
 CHAT = "/v1/chat/completions"
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return small_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def server(tokenizer):
-    with serving(tokenizer) as served:
-        yield served
 
 
 # --- statuses ---------------------------------------------------------------------------------------------------------

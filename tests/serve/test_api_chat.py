@@ -11,7 +11,7 @@ import pytest
 
 from rille.text.images import ImageConfig
 from rille.text.vocabulary import CLOSE, END_OF_MESSAGE, OPEN, SEP
-from tests.serve.scripted import reply_ids, small_tokenizer
+from tests.serve.scripted import reply_ids
 from tests.serve.served import Served, serving
 from tests.serve.test_chat import CALL
 
@@ -31,22 +31,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return small_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def server(tokenizer):
-    with serving(tokenizer) as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
 @pytest.fixture(autouse=True)

@@ -3,25 +3,8 @@
 import openai
 import pytest
 
-from tests.serve.scripted import reply_ids, small_tokenizer
-from tests.serve.served import serving
+from tests.serve.scripted import reply_ids
 from tests.serve.test_api_chat import TOOL, USER
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return small_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def server(tokenizer):
-    with serving(tokenizer) as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
 def test_completions_of_texts_and_ids(server, client, tokenizer):

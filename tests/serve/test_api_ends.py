@@ -1,27 +1,9 @@
 """Where a chat ends: stop strings, stop ids, min_tokens; streamed and whole."""
 
-import openai
 import pytest
 
-from tests.serve.scripted import reply_ids, small_tokenizer
-from tests.serve.served import serving
+from tests.serve.scripted import reply_ids
 from tests.serve.test_api_chat import USER, both
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return small_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def server(tokenizer):
-    with serving(tokenizer) as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
 def test_stop_strings_count_in_the_answer_alone(server, client, tokenizer):

@@ -16,7 +16,7 @@ from rille.serve.chat_api import ChatBody
 from rille.serve.completions_api import CompletionBody
 from rille.serve.messages_api import CountBody, MessagesBody
 from rille.serve.responses_api import ResponsesBody
-from tests.serve.scripted import reply_ids, small_tokenizer
+from tests.serve.scripted import reply_ids
 from tests.serve.served import serving
 from tests.serve.test_api_chat import FORMAT, SCHEMA, TOOL, USER
 from tests.serve.test_api_others import CLAUDE, FLAT
@@ -128,11 +128,6 @@ BODIES: dict[str, tuple[Any, dict, dict]] = {
     ),
     "/v1/responses": (ResponsesBody, {"input": "hi", "tools": [FLAT]}, RESPONSES),
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return small_tokenizer()
 
 
 @pytest.fixture(scope="module")

@@ -3,34 +3,17 @@
 import json
 
 import anthropic
-import openai
 import pytest
 
 from rille.serve.history import from_anthropic, from_responses
 from rille.text.images import ImageConfig
-from tests.serve.scripted import reply_ids, small_tokenizer
+from tests.serve.scripted import reply_ids
 from tests.serve.served import serving
 from tests.serve.test_api_chat import PIXEL, SCHEMA, TOOL, USER
 from tests.serve.test_chat import CALL
 
 FLAT = {"type": "function", "name": "double", "parameters": TOOL["function"]["parameters"]}
 CLAUDE = {"name": "double", "description": "Twice.", "input_schema": TOOL["function"]["parameters"]}
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return small_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def server(tokenizer):
-    with serving(tokenizer) as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
 @pytest.fixture(scope="module")

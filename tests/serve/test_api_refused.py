@@ -3,22 +3,10 @@ they look odd."""
 
 import pytest
 
-from tests.serve.scripted import reply_ids, small_tokenizer
-from tests.serve.served import serving
+from tests.serve.scripted import reply_ids
 from tests.serve.test_api_chat import FORMAT, TOOL, USER
 
 CHAT = "/v1/chat/completions"
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return small_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def server(tokenizer):
-    with serving(tokenizer) as served:
-        yield served
 
 
 def tool(name, **function):
