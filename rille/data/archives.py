@@ -14,7 +14,7 @@ import lzma
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 _READ = 1 << 16
 _BLOCK = 1 << 20
@@ -42,7 +42,21 @@ class Member(Protocol):
     def rest(self) -> bytes: ...
 
 
-class GzipMember:
+class OfStandardLibrary:
+    """What zlib's and lzma's decompressors say in the same words."""
+
+    _inner: Any
+
+    @property
+    def ended(self) -> bool:
+        return self._inner.eof
+
+    @property
+    def rest(self) -> bytes:
+        return self._inner.unused_data
+
+
+class GzipMember(OfStandardLibrary):
     def __init__(self):
         self._inner = zlib.decompressobj(wbits=31)
 
@@ -54,16 +68,8 @@ class GzipMember:
             if self._inner.eof or (not data and len(block) < _BLOCK):
                 return
 
-    @property
-    def ended(self) -> bool:
-        return self._inner.eof
 
-    @property
-    def rest(self) -> bytes:
-        return self._inner.unused_data
-
-
-class XzStream:
+class XzStream(OfStandardLibrary):
     def __init__(self):
         self._inner = lzma.LZMADecompressor()
 
@@ -73,14 +79,6 @@ class XzStream:
             data = b""
             if self._inner.eof or self._inner.needs_input:
                 return
-
-    @property
-    def ended(self) -> bool:
-        return self._inner.eof
-
-    @property
-    def rest(self) -> bytes:
-        return self._inner.unused_data
 
 
 class ZstdFrame:
