@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from rich.console import Console
@@ -34,13 +34,33 @@ from rille.data.sources import Document, Note, read_documents
 from rille.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
 if TYPE_CHECKING:
-    from rille.data.built import BuiltText
     from rille.data.loader import Loader
+    from rille.data.mixed_loader import MixedLoader
 
 MANIFEST = "corpus.json"
 SIDES = ("train", "held_out")
 _SLICE_BYTES = 1_000_000  # of text handed to the encoder at once
 _BAR_FROM = 4_000_000  # bytes of text: below, encoding takes about a second
+
+
+class TrainingText(Protocol):
+    """What a run asks of the text that it learns: a `TokenText`, or a built set, which is never held whole."""
+
+    @property
+    def byte_lengths(self) -> np.ndarray: ...
+    @property
+    def num_targets(self) -> int: ...
+    @property
+    def num_documents(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def bytes_per_token(self) -> float: ...
+    @property
+    def counts(self) -> np.ndarray: ...
+    def loader(
+        self, batch_tokens: int, sequence_length: int, seed: int, shares: Mapping[str, float] | None = None
+    ) -> Loader | MixedLoader: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +93,7 @@ class TokenText:
         self, batch_tokens: int, sequence_length: int, seed: int, shares: Mapping[str, float] | None = None
     ) -> Loader:
         """Batches of this text; see `rille.data.loader`. ValueError for shares: it has no domains."""
-        from rille.data.loader import Loader
+        from rille.data.loader import Loader  # with torch, which those who only read do without
 
         if shares:
             raise ValueError(f"shares of {', '.join(shares)} need a set with domains; make one with rille data build")
@@ -101,7 +121,7 @@ class Corpus:
 
     directory: Path
     tokenizer: Tokenizer
-    train: TokenText | BuiltText
+    train: TrainingText
     held_out: TokenText
     domains: tuple[str, ...] = ()
     held_out_domains: np.ndarray | None = None
@@ -184,7 +204,7 @@ def split_documents(documents: Sequence[Document], held_out: float) -> tuple[lis
     return train, [Document(f"{source} from character {cut:,}", text[cut:])]
 
 
-def unigram_nats(train: TokenText | BuiltText, held_out: TokenText) -> float:
+def unigram_nats(train: TrainingText, held_out: TokenText) -> float:
     """Cross-entropy in nats a token of held-out targets under the frequencies of the training targets.
 
     p(w) = (count(w) + 1) / (total + W): what a model that knows only how frequent tokens are would reach.

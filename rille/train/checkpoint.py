@@ -14,44 +14,20 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rille.model.checkpoint import save_model
-from rille.model.locate import checkpoint_name, step_checkpoints
-from rille.model.model import K3
-from rille.model.publish import publishing
-from rille.model.shards import Pending, save_shard, shorten
+from rille.model.locate import checkpoint_name
+from rille.model.shards import shorten
 from rille.optim.masters import Masters
-from rille.text.tokenizer import Tokenizer
 from rille.train.config import check_resumable, settings
-
-if TYPE_CHECKING:
-    from rille.train.loop import Run
-
-TENSORS, NUMBERS = Path("training", "state.safetensors"), Path("training", "state.json")
-
-
-@dataclass(frozen=True, eq=False)
-class Snapshot:
-    """All that a checkpoint holds. `tensors` and `model` are the run's own, or copies."""
-
-    path: Path
-    keep: int
-    model: K3
-    tokenizer: Tokenizer
-    tensors: dict[str, Tensor]
-    numbers: dict[str, Any]
-
-    def held_by(self, model: K3, tensors: dict[str, Tensor]) -> Snapshot:
-        """The same with these copies."""
-        return replace(self, model=model, tensors=tensors)
+from rille.train.run import Run
+from rille.train.snapshot import NUMBERS, TENSORS, Snapshot, write_checkpoint
 
 
 def snapshot(run: Run) -> Snapshot:
@@ -65,20 +41,6 @@ def snapshot(run: Run) -> Snapshot:
 def save_checkpoint(run: Run) -> Path:
     """Write the checkpoint of the run's step, then remove the oldest ones beyond `keep`."""
     return write_checkpoint(snapshot(run))
-
-
-def write_checkpoint(held: Snapshot) -> Path:
-    """Write a snapshot; the directory appears whole, then the oldest ones beyond `keep` go."""
-    with publishing(held.path) as directory:
-        save_model(held.model, directory, tokenizer=held.tokenizer)
-        (directory / "training").mkdir()
-        save_shard([Pending.of(name, tensor) for name, tensor in held.tensors.items()], directory / TENSORS)
-        (directory / NUMBERS).write_text(json.dumps(held.numbers, indent=1), encoding="utf-8")
-    for _, old in step_checkpoints(held.path.parent.parent)[: -held.keep]:
-        doomed = old.with_name(f".{old.name}.old")  # so that one that is half removed is never taken for a whole one
-        old.rename(doomed)
-        shutil.rmtree(doomed)
-    return held.path
 
 
 def restore(run: Run, path: Path) -> None:

@@ -9,9 +9,8 @@ and that go to the loggers. `pretrain.py` sets a run up; whatever may be swapped
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from time import perf_counter
 
 import numpy as np
@@ -24,52 +23,16 @@ from rille.model.mla import MLA
 from rille.model.model import K3
 from rille.optim.adamw import set_learning_rate
 from rille.optim.clip import clip_gradients
-from rille.optim.kinds import Kind
 from rille.optim.qk_clip import qk_clip
 from rille.optim.schedules import learning_rate
-from rille.text.tokenizer import Tokenizer
-from rille.train.averaging import Average
-from rille.train.checkpoint import save_checkpoint, weights
-from rille.train.config import TrainConfig
-from rille.train.curriculum import Curriculum
-from rille.train.guard import Guard, GuardConfig
-from rille.train.inspection import Inspections, as_numbers, inspect
+from rille.train.checkpoint import save_checkpoint, snapshot, weights
+from rille.train.inspection import as_numbers, inspect
 from rille.train.losses import all_losses, count_targets, domain_sums, domain_targets, mean_losses, weighted
-from rille.train.metrics import Logger
 from rille.train.norms import Updates, gradient_norms
 from rille.train.readings import expert_loads, fetch
-from rille.train.saving import Saver
-from rille.train.speed import StepFlops, peak_flops, peak_memory
-from rille.train.stopping import Diverged, Interrupted, Stop
-
-
-@dataclass(eq=False)
-class Run:
-    """A run between two steps. `step` counts finished updates.
-
-    domains: the names of those of its text. kinds: what each parameter is. inspections: where looks into the model go.
-    """
-
-    config: TrainConfig
-    model: K3
-    optimizer: torch.optim.Optimizer
-    loader: Curriculum
-    held_out: Callable[[], Sequence[Batch]]
-    tokenizer: Tokenizer
-    domains: tuple[str, ...] = ()
-    kinds: Mapping[str, Kind] = field(default_factory=dict)
-    guard: Guard = field(default_factory=lambda: Guard(GuardConfig()))
-    average: Average | None = None
-    saver: Saver = field(default_factory=Saver)
-    inspections: Inspections | None = None
-    loggers: Sequence[Logger] = ()
-    stop: Stop = field(default_factory=Stop)
-    step: int = 0
-
-    @cached_property
-    def flops(self) -> StepFlops:
-        """FLOPs of a step from the lengths of its sequences."""
-        return StepFlops(self.model.config)
+from rille.train.run import Run
+from rille.train.speed import peak_flops, peak_memory
+from rille.train.stopping import Diverged, Interrupted
 
 
 @dataclass(eq=False)
@@ -257,7 +220,7 @@ def checkpoint(run: Run) -> None:
     saves = last or stops or run.step % run.config.checkpoint_every == 0
     run.saver.check()
     if saves and run.config.save_in_background and not (last or stops):
-        run.saver.start(run)
+        run.saver.start(snapshot(run))
     elif saves:
         run.saver.wait()
         save_checkpoint(run)

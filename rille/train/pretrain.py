@@ -40,11 +40,12 @@ from rille.train.curriculum import Curriculum, Stage
 from rille.train.folder import sole_run, starting_point, write_settings
 from rille.train.guard import Guard
 from rille.train.inspection import INSPECTIONS, Inspections
-from rille.train.loop import Run, train
+from rille.train.loop import train
 from rille.train.losses import mean_loss
 from rille.train.metrics import METRICS, open_loggers, read_metrics
 from rille.train.recompute import recompute_layers
 from rille.train.roles import parameter_roles
+from rille.train.run import Run
 from rille.train.stopping import stop_on_signals
 
 CORPUS, MODEL, AVERAGE = "corpus", "model", "model-ema"

@@ -11,16 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from threading import Thread
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from rille.model.model import K3
-from rille.train.checkpoint import Snapshot, snapshot, write_checkpoint
-
-if TYPE_CHECKING:
-    from rille.train.loop import Run
+from rille.train.snapshot import Snapshot, write_checkpoint
 
 
 class Writing(Thread):
@@ -46,10 +42,10 @@ class Saver:
     model: K3 | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
-    def start(self, run: Run) -> None:
-        """Copy the run and begin to write; waits for the checkpoint before this one, and raises its error."""
+    def start(self, live: Snapshot) -> None:
+        """Copy what stands now and begin to write; waits for the checkpoint before this one, and raises its error."""
         self.wait()
-        self.writing = Writing(self._copied(snapshot(run)))
+        self.writing = Writing(self._copied(live))
         self.writing.start()
 
     def check(self) -> None:

@@ -10,8 +10,8 @@ from rille.data.corpus import prepare_corpus
 from rille.model.config import K3Config
 from rille.optim.config import OptimConfig
 from rille.train.config import TrainConfig
-from rille.train.loop import Run
 from rille.train.pretrain import set_up
+from rille.train.run import Run
 
 VOCABULARY = 320
 MODEL = K3Config(

@@ -12,9 +12,10 @@ from rille.data.corpus import TokenText
 from rille.data.loader import held_out_batches
 from rille.optim.config import OptimConfig
 from rille.train.config import TrainConfig
-from rille.train.loop import Run, forward_backward, measured, next_batches, reduce
+from rille.train.loop import forward_backward, measured, next_batches, reduce
 from rille.train.losses import domain_targets, mean_loss, mean_losses, next_token_loss
 from rille.train.pretrain import held_out_measure, set_up
+from rille.train.run import Run
 from tests.data.sets import build, essay
 from tests.train.small import MODEL
 

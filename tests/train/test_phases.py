@@ -29,7 +29,7 @@ STEPPING = (
     "rille.train.loop.mean_losses",
     "rille.train.loop.save_checkpoint",
     "rille.model.checkpoint._write_shards",
-    "rille.train.checkpoint.save_shard",
+    "rille.train.snapshot.save_shard",
 )
 
 
@@ -123,7 +123,7 @@ def test_a_signal_in_every_part_of_a_step(tmp_path, started, undisturbed, place,
     "place",
     [
         "rille.model.checkpoint.save_shard",
-        "rille.train.checkpoint.save_shard",
+        "rille.train.snapshot.save_shard",
         "rille.model.publish._flush",
         "rille.model.publish._swap",
     ],
@@ -158,7 +158,7 @@ def test_a_checkpoint_that_is_half_removed_is_none(tmp_path, started, undisturbe
         real(path, **more)
 
     with monkeypatch.context() as patch:
-        patch.setattr("rille.train.checkpoint.shutil.rmtree", half)
+        patch.setattr("rille.train.snapshot.shutil.rmtree", half)
         assert started() == 130
     assert assert_whole(tmp_path / "run") == [4]
     assert started() == 0

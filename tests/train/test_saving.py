@@ -8,7 +8,7 @@ from threading import Event
 import pytest
 
 from rille.model.locate import step_checkpoints
-from rille.train import checkpoint, loop
+from rille.train import loop, snapshot
 from rille.train.guard import GuardConfig
 from rille.train.metrics import read_metrics
 from rille.train.pretrain import pretrain
@@ -35,7 +35,7 @@ def test_training_goes_on_while_a_copy_is_written(tmp_path, monkeypatch):
     config = small_config(tmp_path, steps=3, checkpoint_every=1, keep=9)
     pretrain(config)
     second, order = Event(), []
-    real_write, real_step = checkpoint.save_shard, loop.update
+    real_write, real_step = snapshot.save_shard, loop.update
 
     def write(pending, path):
         assert second.wait(60)
@@ -48,7 +48,7 @@ def test_training_goes_on_while_a_copy_is_written(tmp_path, monkeypatch):
         if run.step == 2:
             second.set()
 
-    monkeypatch.setattr(checkpoint, "save_shard", write)
+    monkeypatch.setattr(snapshot, "save_shard", write)
     monkeypatch.setattr(loop, "update", step)
     pretrain(replace(config, out=str(tmp_path / "background"), save_in_background=True))
     assert order == ["step 1", "step 2", "written", *order[3:]] and order.count("written") == 3
@@ -59,20 +59,20 @@ def test_training_goes_on_while_a_copy_is_written(tmp_path, monkeypatch):
 def test_a_full_disk_comes_up_in_the_loop(tmp_path, monkeypatch, steps):
     """Whether it is noticed between two steps or by the last checkpoint, which waits; what was whole stays."""
     config = small_config(tmp_path, steps=steps, checkpoint_every=1, save_in_background=True)
-    real = checkpoint.save_shard
+    real = snapshot.save_shard
 
     def full(pending, path):
         if "step-000002" in str(path):
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         real(pending, path)
 
-    monkeypatch.setattr(checkpoint, "save_shard", full)
+    monkeypatch.setattr(snapshot, "save_shard", full)
     with pytest.raises(OSError, match="No space left") as error:
         pretrain(config)
     assert "The run goes on from its last checkpoint with --resume" in error.value.__notes__
     assert [step for step, _ in step_checkpoints(tmp_path / "run")] == [1]
     assert [file.name for file in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000001"]
-    monkeypatch.setattr(checkpoint, "save_shard", real)
+    monkeypatch.setattr(snapshot, "save_shard", real)
     pretrain(replace(config, resume=True))
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == list(range(1, steps + 1))
 
@@ -111,6 +111,6 @@ def test_who_is_told_to_stop_hears_of_a_checkpoint_that_failed(tmp_path, monkeyp
     def full(pending, path):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr(checkpoint, "save_shard", full)
+    monkeypatch.setattr(snapshot, "save_shard", full)
     with pytest.raises(OSError, match="No space left"):
         pretrain(small_config(tmp_path, steps=4, checkpoint_every=1, save_in_background=True))
