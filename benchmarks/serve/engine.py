@@ -81,8 +81,9 @@ def decode(engine: Engine, words: int, streams: int, count: int) -> dict[str, fl
     return {"tokens_s": tokens / seconds, "step_ms": 1e3 * seconds / steps, "steps": steps}
 
 
-def profile(engine: Engine, words: int, streams: int, steps: int = 20) -> list[str]:
-    """Kernels of a decoding step by name: launches and microseconds a step, the longest first."""
+def profile(engine: Engine, words: int, streams: int, steps: int = 20) -> dict[str, list[str]]:
+    """Kernels of decoding steps by name: launches and microseconds a step, the longest first; and those of one step in
+    order, with when each began and how long the card had been idle before."""
     handles = [engine.submit(Request(prompt=ids(100, words, 2000 + n), params=greedy(64))) for n in range(streams)]
     while len(engine.scheduler.running) < streams or any(s.num_written < 2 for s in engine.scheduler.running):
         engine.step()
@@ -96,9 +97,27 @@ def profile(engine: Engine, words: int, streams: int, steps: int = 20) -> list[s
     rows = sorted(seen.key_averages(), key=lambda row: -row.self_device_time_total)
     launches, total = sum(row.count for row in rows), sum(row.self_device_time_total for row in rows)
     lines = [f"{streams} streams: {launches / steps:.1f} launches, {total / steps:.1f} us of kernels a step"]
-    return lines + [
+    lines += [
         f"{row.count / steps:7.2f} {row.self_device_time_total / steps:8.1f}  {row.key[:110]}" for row in rows[:50]
     ]
+    return {"kernels": lines, "timeline": timeline(seen)}
+
+
+def timeline(seen: Any) -> list[str]:
+    """A line for each kernel of the last but one step, which begins with the only copy to the card: start, idle time
+    before, duration in us, name."""
+    ran = sorted((e for e in seen.events() if e.time_range.elapsed_us() > 0), key=lambda e: e.time_range.start)
+    begins = [place for place, e in enumerate(ran) if "HtoD" in e.name]
+    if len(begins) < 3:
+        return []
+    lines, idle_us, end = [], 0.0, ran[begins[-2]].time_range.start
+    first = end
+    for e in ran[begins[-2] : begins[-1]]:
+        idle = max(0.0, e.time_range.start - end)
+        start, took = e.time_range.start - first, e.time_range.elapsed_us()
+        lines.append(f"{start:8.1f} {idle:5.1f} {took:6.1f}  {e.name[:90]}")
+        idle_us, end = idle_us + idle, max(end, e.time_range.end)
+    return [f"one step: {end - first:.1f} us, {idle_us:.1f} of them idle", *lines]
 
 
 def resend(engine: Engine, words: int, length: int) -> dict[str, float]:
@@ -242,8 +261,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     result["gate_logprob"] = gate(model, words, small)
     print("gate passed", flush=True)
     most = max(arguments.streams)
-    if arguments.only is None:
+    if arguments.only != "drafts":
         result |= measure_plain(arguments, model, Engine(model, **settings))
+    if arguments.only == "steps":
+        return result
     settings["memory_gib"] = 8 if on_gpu else 1
     result["drafts"] = drafts(model, words, settings, arguments.tokens, most, arguments.recorded_drafts)
     return result
@@ -257,8 +278,10 @@ def measure_plain(arguments: argparse.Namespace, model: K3, engine: Engine) -> d
         result[f"decode_{streams}"] = found | {"floor_ms": floor_ms(model, streams)}
         print(f"{streams} streams: {result[f'decode_{streams}']}", flush=True)
     if arguments.profile and arguments.device == "cuda":
-        result["kernels"] = {streams: profile(engine, words, streams) for streams in arguments.streams}
-        print("\n".join(line for lines in result["kernels"].values() for line in lines), flush=True)
+        result["profile"] = {streams: profile(engine, words, streams) for streams in arguments.streams}
+        print("\n".join(line for found in result["profile"].values() for line in found["kernels"]), flush=True)
+    if arguments.only == "steps":
+        return result
     result["resend"] = resend(engine, words, arguments.prompt)
     print(result["resend"], flush=True)
     result["conversations"] = conversations(engine, words, arguments.chats, 8, 600)
@@ -274,7 +297,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--prompt", type=int, default=65_536)
     parser.add_argument("--chats", type=int, default=8)
-    parser.add_argument("--only", choices=("drafts",), help="the gate and this part alone")
+    parser.add_argument("--only", choices=("steps", "drafts"), help="the gate and this part alone")
     parser.add_argument("--recorded-drafts", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--profile", action="store_true", help="also where a decoding step's time goes, by kernel")
     parser.add_argument("--out", type=Path)
