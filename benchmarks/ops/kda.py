@@ -6,14 +6,16 @@ First half, many processes side by side on all cores: every gate; errors of ours
 everything that is timed later is compiled into one cache, fla with all settings that it will try. No time is taken.
 
 Second half, one process after another and nothing beside it: forward, forward and backward, decode, verify,
-convolution, the most important first. Ours and fla are called in turn in one process; fla chooses its settings before
-its time is taken (with shorter measurements than it would by itself, 25 ms each). --studies adds single kernels,
+convolution, the most important first. Ours and fla are called in turn in one process. Before fla's time is taken it
+measures all settings of its kernels on the same inputs, each as long as it would by itself, and keeps the best. (Left
+alone it would read from the cache what the first half "measured", where nothing was.) --studies adds single kernels,
 settings that were not chosen, and other numbers of segments. Jobs of the second half that --only names bring those of
 the first that compile for them. Each row is appended to FOLDER/rows.jsonl at once,
 FOLDER/log.txt has what the processes printed, FOLDER/kda.json everything. The table comes last. A gate that fails is
 named, and the run ends with 1; so does one that did not come to its end.
 
-About four minutes beside fla, half of that without.
+About seven minutes beside fla, two without. --half first and then --half second, with one FOLDER and one
+TRITON_CACHE_DIR, are one run in two commands; the second one refuses to begin where a gate has failed.
 """
 
 from __future__ import annotations
@@ -142,16 +144,23 @@ def read(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def run_all(options: Options, seconds: float, only: str, studies: bool) -> list[str]:
+def run_all(options: Options, seconds: float, only: str, studies: bool, half: str) -> list[str]:
     started, scratch = time.time(), Path(tempfile.mkdtemp())
-    for name in ("rows.jsonl", "log.txt", "errors.jsonl"):
-        (options.folder / name).unlink(missing_ok=True)
     os.environ.setdefault("TRITON_CACHE_DIR", str(scratch / "compiled"))
-    timed = chosen(second_half(), only, studies)
-    first = chosen(first_half(options.with_fla), with_compilers(only, timed), studies)
-    failures = run_first_half(first, options, scratch, 0.45 * seconds)
-    print(f"{time.time() - started:5.0f} s  first half", flush=True)
-    run_second_half(timed, options, scratch, started + seconds)
+    timed, gates = chosen(second_half(), only, studies), options.folder / "gates.json"
+    if half == "second":
+        failures = json.loads(gates.read_text())
+        if any(failure.startswith("gate") for failure in failures):
+            return failures
+    else:
+        for name in ("rows.jsonl", "log.txt", "errors.jsonl"):
+            (options.folder / name).unlink(missing_ok=True)
+        first = chosen(first_half(options.with_fla), with_compilers(only, timed), studies)
+        failures = run_first_half(first, options, scratch, seconds if half else 0.45 * seconds)
+        gates.write_text(json.dumps(failures))
+        print(f"{time.time() - started:5.0f} s  first half", flush=True)
+    if half != "first":
+        run_second_half(timed, options, scratch, started + seconds)
     rows = [json.loads(line) for line in read(options.folder / "rows.jsonl").splitlines()]
     errors = [json.loads(line) for line in read(options.folder / "errors.jsonl").splitlines()]
     report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d %H:%M")}
@@ -172,6 +181,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=450, help="for everything")
     parser.add_argument("--no-fla", action="store_true")
     parser.add_argument("--studies", action="store_true", help="single kernels and settings that were not chosen, too")
+    parser.add_argument("--half", default="", choices=("first", "second"), help="this one alone")
     parser.add_argument("--only", default="", help="jobs whose names begin so, separated by commas")
     parser.add_argument("--job", default="", help="one job alone, in this process")
     parser.add_argument("--result", type=Path, help="where a job writes what it found wrong")
@@ -180,7 +190,8 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     if not arguments.job:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside; rows so far are in rows.jsonl"))
-        failures = run_all(options, arguments.seconds, arguments.only, arguments.studies)
+        os.environ["FLA_CACHE_RESULTS"] = "0"  # what one process measures stays in it
+        failures = run_all(options, arguments.seconds, arguments.only, arguments.studies, arguments.half)
     else:
         jobs = first_half(options.with_fla) | {name: job for name, (job, _) in second_half().items()}
         failures = jobs[arguments.job](options) or []
