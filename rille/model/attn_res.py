@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
 from rille.model.allocate import Allocate
@@ -36,16 +37,18 @@ class Depth:
     """All that travels through the depth: the running sum and the entries of the finished blocks, [N, D] each.
 
     `partial` is None only between `close` and the next `add`; `ahead` only where the blocks were scored in one pass.
-    Immutable; entries are shared, never copied.
+    `pending` is an output that the next site adds to the running sum in its own pass. Immutable; entries are shared,
+    never copied.
     """
 
     partial: Tensor | None
     blocks: tuple[Tensor, ...] = ()
     ahead: Ahead | None = None
+    pending: Tensor | None = None
 
     def close(self) -> Depth:
         """Make the running sum a source of its own; a new sum starts with the next output."""
-        assert self.partial is not None, "a block closes only after an output was added"
+        assert self.partial is not None and self.pending is None, "a block closes only after an output was added"
         return Depth(None, (*self.blocks, self.partial))
 
     def look_ahead(self, sites: tuple[Mix, ...], form: Form) -> Depth:
@@ -60,10 +63,19 @@ class Depth:
     def add(self, output: Tensor) -> Depth:
         return replace(self, partial=output if self.partial is None else self.partial + output)
 
+    def add_later(self, output: Tensor) -> Depth:
+        """`add`, but without gradients the next site does it. (With them the sum is what recomputation keeps.)"""
+        if torch.is_grad_enabled() or self.partial is None:
+            return self.add(output)
+        return replace(self, pending=output)
+
+    def take_pending(self) -> tuple[Depth, Tensor | None]:
+        return replace(self, pending=None), self.pending
+
     @property
     def sum(self) -> Tensor:
         assert self.partial is not None, "read between close and add"
-        return self.partial
+        return self.partial if self.pending is None else self.partial + self.pending
 
 
 class Mix(nn.Module):

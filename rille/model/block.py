@@ -46,14 +46,14 @@ class Block(nn.Module):
         return self.untapped(depth, ctx) if ctx.tap is no_tap else self.tapped(depth, ctx)
 
     def untapped(self, depth: Depth, ctx: Context) -> Depth:
-        x_ND, depth = self.attn_mix.normed(depth, None, self.attn_norm, self.eps)
+        x_ND, depth = self.attn_mix.normed(*depth.take_pending(), self.attn_norm, self.eps)
         if self.opens_block or self.keeps_every_output:
             depth = depth.close().look_ahead(self.sites_ahead, self.form)  # after the mixture was read
         output_ND = self.attn(x_ND, ctx)
         x_ND, depth = self.ffn_mix.normed(depth, output_ND, self.ffn_norm, self.eps)
         if self.keeps_every_output:
             depth = depth.close()
-        return depth.add(self.ffn(x_ND, ctx))
+        return depth.add_later(self.ffn(x_ND, ctx))
 
     def tapped(self, depth: Depth, ctx: Context) -> Depth:
         """The same with every tensor on its own."""

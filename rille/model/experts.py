@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rille.model.allocate import Allocate
 from rille.model.config import K3Config
-from rille.ops.moe import ExpertOperands, expert_glu
+from rille.ops.moe import ExpertOperands, expert_glu, expert_glu_normed
 from rille.ops.situ import situ_glu, swiglu
 
 Glu = Callable[[Tensor, Tensor], Tensor]
@@ -45,4 +45,11 @@ class ExpertWeights(nn.Module):
 
     def forward(self, x_NL: Tensor, ids_NA: Tensor, weights_NA: Tensor) -> Tensor:
         """The weighted sum of each row's experts, [N, L] in fp32."""
-        return expert_glu(x_NL, ids_NA, weights_NA, ExpertOperands(self.w13, self.w2, self.act))
+        return expert_glu(x_NL, ids_NA, weights_NA, self._operands())
+
+    def normed(self, x_NL: Tensor, ids_NA: Tensor, weights_NA: Tensor, gain_L: Tensor, eps: float) -> Tensor:
+        """That sum in x's dtype, behind its RMS norm."""
+        return expert_glu_normed(x_NL, ids_NA, weights_NA, self._operands(), gain_L, eps)
+
+    def _operands(self) -> ExpertOperands:
+        return ExpertOperands(self.w13, self.w2, self.act)

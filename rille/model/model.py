@@ -123,7 +123,7 @@ class K3(nn.Module):
 
     def finish(self, depth: Depth, ctx: Context) -> Tensor:
         if ctx.tap is no_tap:
-            return self.output_mix.normed(depth, None, self.norm, self.config.norm_eps)[0]
+            return self.output_mix.normed(*depth.take_pending(), self.norm, self.config.norm_eps)[0]
         mixed_ND = ctx.tap("output_mix", self.output_mix(depth))
         return ctx.tap("final_norm", rms_norm(mixed_ND, self.norm, self.config.norm_eps))
 

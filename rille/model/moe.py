@@ -16,9 +16,9 @@ from torch.nn.functional import linear
 from rille.model.allocate import Allocate, lay_together
 from rille.model.beside import beside
 from rille.model.config import K3Config
-from rille.model.context import Context
+from rille.model.context import Context, LocalExchange, no_tap
 from rille.model.experts import ExpertWeights, activation
-from rille.ops.joint_linear import joint_linear
+from rille.ops.joint_linear import joint_linear, linear_onto
 from rille.ops.moe import route, route_logits, route_weights, router_logits
 from rille.ops.norm import rms_norm
 
@@ -59,6 +59,8 @@ class LatentMoE(nn.Module):
         self.active, self.scale, self.renormalise = c.active_experts, c.routed_scale, c.renormalise
 
     def forward(self, x_ND: Tensor, ctx: Context) -> Tensor:
+        if ctx.tap is no_tap and isinstance(ctx.exchange, LocalExchange) and not torch.is_grad_enabled():
+            return self._without_gradients(x_ND, ctx)
         name, shared = f"layers.{self.layer}.", self.shared
         shared_ND = None if shared is None else beside(lambda: shared(x_ND, ctx), x_ND)
         ids_NA, weights_NA = self._route(x_ND, ctx)
@@ -70,6 +72,22 @@ class LatentMoE(nn.Module):
         y_ND = ctx.tap(f"{name}routed_expert_up_proj.out", linear(u_NL, self.latent_up) if self.latent else u_NL)
         return y_ND if shared_ND is None else y_ND + ctx.tap(f"{name}shared_experts.out", shared_ND())
 
+    def _without_gradients(self, x_ND: Tensor, ctx: Context) -> Tensor:
+        """The same in fewer launches. The way into the latent width runs while the router chooses, then the shared
+        experts; sum, rounding and norm are one kernel, and what is added last belongs to the product."""
+        latent_NL = beside(lambda: linear(x_ND, self.latent_down), x_ND) if self.latent else lambda: x_ND
+        shared = self.shared
+        shared_ND = None if shared is None else beside(lambda: shared(x_ND, ctx), x_ND)
+        routed = self._route(x_ND, ctx)
+        z_NL = latent_NL()
+        if self.normed:
+            u_NL = self.experts.normed(z_NL, *routed, self.latent_norm, self.eps)
+        else:
+            u_NL = self.experts(z_NL, *routed).to(z_NL.dtype)
+        if not self.latent:
+            return u_NL if shared_ND is None else u_NL + shared_ND()
+        return linear(u_NL, self.latent_up) if shared_ND is None else linear_onto(u_NL, self.latent_up, shared_ND())
+
     def _route(self, x_ND: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
         logits_NE = router_logits(x_ND, self.router)
         ids_NA, weights_NA = self._choose(logits_NE, ctx) if ctx.routes is None else self._replay(logits_NE, ctx)
@@ -78,7 +96,9 @@ class LatentMoE(nn.Module):
 
     def _choose(self, logits_NE: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
         bins = 0 if ctx.counts is None else ctx.counts.bins
-        routed = route_logits(logits_NE, self.router_bias, self.active, self.scale, self.renormalise, bins)
+        counted = ctx.counts is not None
+        weighing = (self.active, self.scale, self.renormalise)
+        routed = route_logits(logits_NE, self.router_bias, *weighing, bins, loaded=counted)
         if ctx.counts is not None:
             ctx.counts.add_counted(self.layer, routed.load, routed.histogram)
         return routed.ids, routed.weights

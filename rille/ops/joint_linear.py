@@ -38,6 +38,14 @@ def joint_linear(x_ND: Tensor, groups: Groups, *, joint: bool | None = None) -> 
     return tuple(y_NC[:, sum(heights[:n]) : sum(heights[: n + 1])] for n in range(len(heights)))
 
 
+def linear_onto(x_ND: Tensor, weight_CD: Tensor, onto_NC: Tensor) -> Tensor:
+    """onto + x W', dtype of x, which may take the memory of `onto`. Without gradients on a GPU the sum belongs to the
+    product, rounded once; else the product is rounded first, as in the official model."""
+    if not x_ND.is_cuda or torch.is_grad_enabled():
+        return linear(x_ND, weight_CD) + onto_NC
+    return onto_NC.addmm_(x_ND, weight_CD.t())
+
+
 def side_by_side(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rille.ops.moe import ExpertOperands, expert_glu, reference
+from rille.ops.moe import ExpertOperands, expert_glu, expert_glu_normed, reference
+from rille.ops.norm.reference import rms_norm
 from tests.ops.test_moe_triton import GLUS, SITU, draw, poisoned
 
 few = pytest.importorskip("rille.ops.moe.few", exc_type=ImportError)
@@ -56,6 +57,36 @@ SIZES = [(1, 1, 1, 16, 8), (0, 4, 2, 16, 8), (11, 7, 3, 32, 24), (3, 64, 2, 16, 
 def test_sums_are_those_of_the_definition(size, glu, poisoned):
     N, E, A, L, F = size
     Few(choices(N, E, A), E, L, F, GLUS[glu]).compare()
+
+
+@pytest.mark.parametrize("size", [SIZES[2], (9, 40, 3, 48, 72), (50, 12, 4, 16, 40)])
+def test_sums_in_steps(size, poisoned, monkeypatch):
+    """Where a program cannot hold the weights of its columns; by pair, and by expert where pairs are more."""
+    monkeypatch.setattr(few, "HELD", 0)
+    N, E, A, L, F = size
+    Few(choices(N, E, A), E, L, F).compare()
+
+
+@pytest.mark.parametrize("size", [SIZES[0], SIZES[2], (50, 12, 4, 48, 40), (1, 64, 6, 16, 8), (90, 70, 6, 16, 8)])
+def test_the_norm_in_the_same_pass(size, poisoned):
+    N, E, A, L, F = size
+    case, gain = Few(choices(N, E, A), E, L, F), draw(L) + 1
+    with torch.no_grad():
+        operands = ExpertOperands(case.w13, case.w2, case.glu)
+        got = expert_glu_normed(case.x, case.ids, case.weights, operands, gain, 1e-5, backend="triton")
+    want = rms_norm(case.exact(), gain.double(), 1e-5)
+    assert got.dtype == case.x.dtype and (got.double() - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+def test_the_norm_elsewhere_is_two_ops():
+    case, gain = Few(choices(9, 5, 2), 5, 16, 8), draw(16) + 1
+    operands = ExpertOperands(case.w13.requires_grad_(), case.w2, case.glu)
+    got = expert_glu_normed(case.x, case.ids, case.weights, operands, gain, 1e-5)
+    assert torch.equal(got, rms_norm(expert_glu(case.x, case.ids, case.weights, operands), gain, 1e-5))
+    got.sum().backward()
+    assert case.w13.grad is not None
+    with pytest.raises(ValueError, match="gain of shape"):
+        expert_glu_normed(case.x, case.ids, case.weights, operands, gain[1:], 1e-5)
 
 
 @pytest.mark.parametrize("tokens", [16, 17, 33])

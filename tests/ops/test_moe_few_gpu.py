@@ -8,7 +8,8 @@ from functools import partial
 import pytest
 import torch
 
-from rille.ops.moe import ExpertOperands, expert_glu, reference
+from rille.ops.moe import ExpertOperands, expert_glu, expert_glu_normed, reference, route_logits
+from rille.ops.norm import rms_norm
 from rille.ops.situ import situ_glu
 
 few = pytest.importorskip("rille.ops.moe.few", exc_type=ImportError)
@@ -45,6 +46,26 @@ def test_sums_are_those_of_the_definition(size):
     doubles = (x.double(), place[ids], weights.double(), experts.w13[used].double(), experts.w2[used].double())
     exact = reference.expert_glu(*doubles, SITU)
     assert (got - exact).norm() <= 4e-3 * exact.norm()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_norm_in_the_same_pass_has_the_bits_of_the_two_ops(size):
+    x, ids, weights, experts = operands(size)
+    gain = torch.linspace(0.5, 1.5, x.shape[1], device="cuda").bfloat16()
+    with torch.no_grad():
+        got = expert_glu_normed(x, ids, weights, experts, gain, 1e-5)
+        want = rms_norm(expert_glu(x, ids, weights, experts).bfloat16(), gain, 1e-5)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got, want, atol=0, rtol=2**-7)  # two sums over a row may round differently
+    assert (got != want).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("N", [1, 64])
+def test_routing_is_the_same_whether_loads_are_counted(N):
+    logits, bias = torch.randn(N, 256, device="cuda"), torch.randn(256, device="cuda") / 10
+    counted, plain = (route_logits(logits, bias, 6, loaded=loaded) for loaded in (True, False))
+    assert torch.equal(counted.ids, plain.ids) and torch.equal(counted.weights, plain.weights)
+    assert counted.load.sum() == 6 * N and plain.load.numel() == 0
 
 
 def test_a_token_has_the_same_bits_alone_and_among_others_and_in_a_recording():

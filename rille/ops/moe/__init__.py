@@ -17,11 +17,12 @@ from torch.nn.functional import linear
 
 from rille.ops.moe import grouped, reference, select
 from rille.ops.moe.reference import bin_range, required_bias_histogram
+from rille.ops.norm import rms_norm
 from rille.ops.situ import situ_glu, swiglu
 
 __all__ = [
     "ExpertOperands", "Routed", "Routing", "bin_range", "choose_backend", "choose_router_backend", "expert_glu",
-    "required_bias_histogram", "route", "route_logits", "route_weights", "router_logits",
+    "expert_glu_normed", "required_bias_histogram", "route", "route_logits", "route_weights", "router_logits",
 ]  # fmt: skip
 
 HAS_TRITON = find_spec("triton") is not None  # asked once: torch.compile cannot trace the question
@@ -42,7 +43,7 @@ class Routed:
     ids: Tensor  # int64 [N, A], as in `Routing`
     weights: Tensor  # fp32 [N, A]; the only field with a gradient
     cutoff: Tensor  # fp32 [N]
-    load: Tensor  # int64 [E]: tokens of each expert
+    load: Tensor  # int64 [E]: tokens of each expert; empty where it is not to be counted
     histogram: Tensor  # int64 [E, bins]: `required_bias_histogram`; no columns where nothing is to be counted
 
 
@@ -100,13 +101,13 @@ def route_weights(scores: Tensor, ids: Tensor, scale: float = 1.0, renormalise: 
 
 def route_logits(
     logits: Tensor, bias: Tensor, top: int, scale: float = 1.0, renormalise: bool = True, bins: int = 0,
-    *, backend: str | None = None,
+    *, loaded: bool = True, backend: str | None = None,
 ) -> Routed:  # fmt: skip
     """Sigmoid, `route`, `route_weights` and the counts of balancing, in one pass over the logits with the kernel.
 
     logits [N, E] fp32, bias [E] fp32. bins: columns of the histogram, 0 where nothing is to be counted (evaluation,
-    recomputation); the load is counted in any case. Differentiable in the logits through the weights. backend: "triton"
-    or "select".
+    recomputation). loaded: whether the load is counted. Differentiable in the logits through the weights. backend:
+    "triton" or "select".
 
     Raises ValueError as `route` does.
     """
@@ -114,13 +115,13 @@ def route_logits(
     if _settle("route_logits", backend, "select", _router_obstacle(logits, bias), logits) == "triton":
         from rille.ops.moe import router
 
-        found = router.router(_dense(logits), bias.detach(), top, scale, renormalise, bins, False)
+        found = router.router(_dense(logits), bias.detach(), top, scale, renormalise, bins, False, loaded)
         ids, weights, _, cutoff, load, histogram = found
         return Routed(ids, weights, cutoff, load, histogram)
     scores = torch.sigmoid(logits)
     ids, cutoff = select.route(scores, bias, top)
-    load = reference.counted(ids.flatten(), scores.shape[1])
-    counted = required_bias_histogram(scores.detach(), cutoff, bias, bins) if bins else load.new_empty(len(load), 0)
+    load = reference.counted(ids.flatten(), scores.shape[1]) if loaded else ids.new_empty(0)
+    counted = required_bias_histogram(scores.detach(), cutoff, bias, bins) if bins else ids.new_empty(len(bias), 0)
     return Routed(ids, reference.route_weights(scores, ids, scale, renormalise), cutoff, load, counted)
 
 
@@ -146,10 +147,40 @@ def expert_glu(
     form, caps = function.form_of(x.shape[1], experts.w2.shape[2]), caps_of(experts.activation)
     assert caps is not None
     operands = (_dense(x), ids.contiguous(), weights.contiguous(), experts.w13, experts.w2)
-    differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in (x, weights, experts.w13, experts.w2))
-    if few.is_few(ids.numel(), len(experts.w13)) and not differentiated:
-        return few.experts(*operands, *caps)
+    if _are_few(x, ids, weights, experts):
+        return few.experts(*operands, None, 0.0, *caps)
     return function.experts(*operands, *caps, form)[0]
+
+
+def expert_glu_normed(
+    x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertOperands, gain: Tensor, eps: float,
+    *, backend: str | None = None,
+) -> Tensor:  # fmt: skip
+    """`expert_glu` rounded to x's dtype, then `rille.ops.norm.rms_norm` with `gain` [L]: [N, L] in x's dtype.
+
+    For a few tokens without gradients the sum over a token's experts, the rounding and the norm are one kernel. Else,
+    and for errors, as the two ops.
+    """
+    _check_experts(x, ids, weights, experts)
+    if gain.shape != x.shape[1:]:
+        raise ValueError(f"expert_glu_normed: gain of shape {tuple(gain.shape)} for a last axis of {x.shape[1]}")
+    triton = _settle("expert_glu", backend, "grouped", _experts_obstacle(x, experts), x) == "triton"
+    if not triton or not _are_few(x, ids, weights, experts, gain):
+        return rms_norm(expert_glu(x, ids, weights, experts, backend=backend).to(x.dtype), gain, eps)
+    from rille.ops.moe import few
+
+    caps = caps_of(experts.activation)
+    assert caps is not None
+    return few.experts(_dense(x), ids.contiguous(), weights.contiguous(), experts.w13, experts.w2, gain, eps, *caps)
+
+
+def _are_few(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertOperands, *others: Tensor) -> bool:
+    """Whether the kernels for a few tokens take these."""
+    from rille.ops.moe import few
+
+    read = (x, weights, experts.w13, experts.w2, *others)
+    differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in read)
+    return few.is_few(ids.numel(), len(experts.w13)) and not differentiated
 
 
 def choose_backend(x: Tensor, experts: ExpertOperands) -> tuple[str, str]:

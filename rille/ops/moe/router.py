@@ -21,24 +21,27 @@ MOST_TILES = 65_535 // TOKENS  # a count of 16 bits holds all tokens of a progra
 
 @torch.library.custom_op("rille::moe_router", mutates_args=())
 def router(
-    logits: Tensor, bias: Tensor, top: int, scale: float, renormalise: bool, bins: int, scored: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    logits: Tensor, bias: Tensor, top: int, scale: float, renormalise: bool, bins: int, scored: bool,
+    loaded: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """ids int64, weights, their scores [N, A]; cutoff [N]; load int64 [E]; histogram int64 [E, bins]. Floats fp32.
-    scored: logits are scores already, and the weights carry no gradient."""
+    scored: logits are scores already, and the weights carry no gradient. loaded: whether the load is counted; else it
+    is empty, and zeros for it need not be launched."""
     (N, E), device = logits.shape, logits.device
     ids = torch.empty(N, top, dtype=torch.int64, device=device)
     weights, chosen = (torch.empty(N, top, dtype=torch.float32, device=device) for _ in range(2))
     cutoff = torch.empty(N, dtype=torch.float32, device=device)
-    load = torch.zeros(E, dtype=torch.int64, device=device)
+    load = torch.zeros(E if loaded else 0, dtype=torch.int64, device=device)
     histogram = torch.zeros(E, bins, dtype=torch.int32, device=device)
     block = power_of_two(E)
     height = max(1, 512 // block)
     apart = counted_apart(logits, bins)
     edges = torch.empty(2, dtype=torch.float32, device=device) if apart else None
     if N:
+        counts = (load if loaded else None, histogram, edges)
         launch(
             router_kernels.router_forward, min(-(-N // height), router_programs(device)),
-            (logits, bias, ids, weights, chosen, cutoff, load, histogram, edges, N, logits.stride(0), scale),
+            (logits, bias, ids, weights, chosen, cutoff, *counts, N, logits.stride(0), scale),
             E=E, A=top, BINS=0 if apart else bins, BLOCK=block, CHOICES=power_of_two(top), ROWS=height,
             RENORMALISE=renormalise, SCORED=scored, num_warps=1,
         )  # fmt: skip
@@ -67,10 +70,10 @@ def histogram_grid(N: int, E: int, processors: int) -> tuple[int, int]:
 
 
 @router.register_fake
-def _(logits, bias, top, scale, renormalise, bins, scored):
+def _(logits, bias, top, scale, renormalise, bins, scored, loaded=True):
     N, E = logits.shape
     pairs = [logits.new_empty((N, top), dtype=kind) for kind in (torch.int64, torch.float32, torch.float32)]
-    counts = [logits.new_empty(shape, dtype=torch.int64) for shape in ((E,), (E, bins))]
+    counts = [logits.new_empty(shape, dtype=torch.int64) for shape in ((E if loaded else 0,), (E, bins))]
     return *pairs, logits.new_empty(N, dtype=torch.float32), *counts
 
 
@@ -93,7 +96,7 @@ def _(d_weights, ids, chosen, E, scale, renormalise):
 
 
 def save_router(ctx, inputs, output) -> None:
-    logits, _, _, *ctx.settings, _, ctx.scored = inputs
+    logits, _, _, *ctx.settings, _, ctx.scored, _ = inputs
     ctx.experts = logits.shape[1]
     ids, _, chosen, *rest = output
     ctx.save_for_backward(ids, chosen)
@@ -103,11 +106,11 @@ def save_router(ctx, inputs, output) -> None:
 
 def router_gradient(ctx, _, d_weights, *rest):
     if d_weights is None:
-        return (None,) * 7
+        return (None,) * 8
     assert not ctx.scored
     ids, chosen = ctx.saved_tensors
     d_logits = router_backward(d_weights.contiguous(), ids, chosen, ctx.experts, *ctx.settings)
-    return d_logits, None, None, None, None, None, None
+    return d_logits, None, None, None, None, None, None, None
 
 
 router.register_autograd(router_gradient, setup_context=save_router)

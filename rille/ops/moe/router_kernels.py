@@ -36,9 +36,9 @@ def router_forward(
     E: tl.constexpr, A: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, CHOICES: tl.constexpr,
     ROWS: tl.constexpr, RENORMALISE: tl.constexpr, SCORED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (P). ids int64, weights, chosen (their scores) [N, A]; load int64 [E]; histogram int32 [E, BINS] (one batch
-    stays below 2^31), not counted where BINS is 0; edges [2] or None: the lowest and the highest edge of the bins, for
-    `histogram_gluon.py`, which counts them then. SCORED: the logits are scores."""
+    """Grid (P). ids int64, weights, chosen (their scores) [N, A]; load int64 [E] or None; histogram int32 [E, BINS]
+    (one batch stays below 2^31), not counted where BINS is 0; edges [2] or None: the lowest and the highest edge of the
+    bins, for `histogram_gluon.py`, which counts them then. SCORED: the logits are scores."""
     e_B, a_K = tl.arange(0, BLOCK), tl.arange(0, CHOICES)
     bias_B = tl.load(bias + e_B, mask=e_B < E, other=0.0)
     low = tl.min(tl.where(e_B < E, bias_B, float("inf")), 0) - 1.0
@@ -46,7 +46,8 @@ def router_forward(
     if edges is not None:
         tl.store(edges, low, mask=tl.program_id(0) == 0)
         tl.store(edges + 1, high, mask=tl.program_id(0) == 0)
-    load_B = tl.zeros([BLOCK], tl.int32)
+    if load is not None:
+        load_B = tl.zeros([BLOCK], tl.int32)
     for tile in range(tl.program_id(0).to(tl.int64), tl.cdiv(N, ROWS), tl.num_programs(0)):
         n_R = tile * ROWS + tl.arange(0, ROWS)
         inside_RB = (n_R < N)[:, None] & (e_B < E)[None, :]
@@ -74,13 +75,15 @@ def router_forward(
         tl.store(chosen + pair_RK, s_RK, mask=inside_RK)
         tl.store(weights + pair_RK, w_RK, mask=inside_RK)
         tl.store(cutoff + n_R, cutoff_R, mask=n_R < N)
-        load_B += tl.sum((inside_RB & (left_RB == LOWEST)).to(tl.int32), 0)
+        if load is not None:
+            load_B += tl.sum((inside_RB & (left_RB == LOWEST)).to(tl.int32), 0)
         if BINS > 0:
             above_RB = tl.math.div_rn((cutoff_R[:, None] - s_RB) - low, tl.math.div_rn(high - low, BINS * 1.0))
             bin_RB = tl.floor(tl.minimum(tl.maximum(above_RB, 0.0), BINS - 1.0)).to(tl.int32)
             one_RB = tl.full([ROWS, BLOCK], 1, tl.int32)
             tl.atomic_add(histogram + (e_B[None, :] * BINS + bin_RB), one_RB, mask=inside_RB, sem="relaxed")
-    tl.atomic_add(load + e_B, load_B.to(tl.int64), mask=(e_B < E) & (load_B > 0), sem="relaxed")
+    if load is not None:
+        tl.atomic_add(load + e_B, load_B.to(tl.int64), mask=(e_B < E) & (load_B > 0), sem="relaxed")
 
 
 @triton.jit

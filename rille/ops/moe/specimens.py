@@ -7,7 +7,7 @@ from typing import Any
 
 from rille.ops.ahead import Specimen
 from rille.ops.moe import few_kernels, histogram_gluon, permute_kernels, product_kernels, router_kernels
-from rille.ops.moe.few import COLUMNS
+from rille.ops.moe.few import COLUMNS, OPTIONS, step
 from rille.ops.moe.few import TILE as FEW
 from rille.ops.moe.permute import TILE
 from rille.ops.moe.products import Tiles, plan
@@ -128,17 +128,23 @@ def routes(size: str) -> list[Specimen]:
 
 def few(size: str) -> list[Specimen]:
     (L, F, _, A), k = SHAPES[size], few_kernels
-    tile = dict(BM=FEW, BK=64, SPAN=128)
+    glu = dict(CHOICES=A, F=F, L=L, BF=COLUMNS, BK=step(L, 2 * COLUMNS)) | GLU
+    down = dict(L=L, F=F, BL=COLUMNS, BK=step(F, COLUMNS))
+    alone, many = (dict(BM=FEW, SPAN=128, BY_EXPERT=False), dict(BM=FEW, SPAN=512, BY_EXPERT=True))
     kernels = (
-        ("glu_few", k.glu_few, dict(CHOICES=A, F=F, L=L, BF=COLUMNS) | tile | GLU, 4, 4),
-        ("down_few", k.down_few, dict(L=L, F=F, BL=COLUMNS) | tile, 4, 4),
+        ("glu_few", k.glu_few, glu | alone, 4, 4),
+        ("glu_few_by_expert", k.glu_few, glu | many, 4, 4),
+        ("down_few", k.down_few, down | alone, 4, 4),
+        ("down_few_by_expert", k.down_few, down | many, 4, 4),
         ("combine_few", k.combine_few, dict(L=L, CHOICES=A, BLOCK=256), 2, 3),
+        ("combine_norm_few", k.combine_norm_few, dict(L=L, CHOICES=A, BLOCK=256 if L == 256 else 4096), 8, 3),
     )
-    return [
+    made = [
         specimen(f"{name}_{size}", kernel, constexprs, warps, stages, x="*bf16", w13="*bf16", w2="*bf16", act="*bf16",
-                 y="*fp32", out="*fp32")
+                 y="*fp32", out="*bf16" if "norm" in name else "*fp32", gain="*bf16", eps="fp32")
         for name, kernel, constexprs, warps, stages in kernels
     ]  # fmt: skip
+    return [replace(each, maxnreg=OPTIONS["maxnreg"]) if each.num_warps == 4 else each for each in made]
 
 
 def specimens() -> list[Specimen]:
