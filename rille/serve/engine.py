@@ -15,12 +15,13 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from threading import Event, Lock, Thread, current_thread
+from threading import Event, Lock, RLock, Thread, current_thread
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
+from rille.interrupts import held
 from rille.model.model import K3
 from rille.serve.assemble import count_pages, load, model_stop_ids, new_drafter, new_graphs, new_scheduler
 from rille.serve.grammar import Matcher, Vocabulary
@@ -83,9 +84,10 @@ class Engine:
         self._handles: dict[str, RequestHandle] = {}
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._lock, self._numbers, self._pending = Lock(), itertools.count(1), 0
+        self._stepping = RLock()  # whoever has it is between steps, or makes one
         self._thread: Thread | None = None
         self._wake, self._closing = Event(), False
-        self._totals = Totals()
+        self._totals, self._versions = Totals(), {0}
         self._stepper = Stepper(
             self.config,
             self.pages,
@@ -125,6 +127,8 @@ class Engine:
 
     def _matchers(self, request: Request) -> list[Matcher | None]:
         """The grammar of each choice, at its start. Raises ValueError for what the request asks and cannot be."""
+        if not isinstance(request, Request):
+            raise ValueError(f"a request is {request!r:.80}; give Request(prompt=ids, ...), or ids to `generate`")
         check_request(request, self.model.config, self.tokenizer)
         params = request.params
         if params.grammar is None:
@@ -155,7 +159,7 @@ class Engine:
             id = request.id or f"request-{next(self._numbers)}"
             if id in self._handles:
                 raise ValueError(f"request id {id!r} is in use; give another one, or none")
-            handle = RequestHandle(id, request.params.n, None if self._thread is not None else self.step)
+            handle = RequestHandle(id, request.params.n, self._advance)
             self._handles[id] = handle
             self._pending += request.params.n
             self._post(lambda: self._take_in(request, handle, seed, came, matchers))
@@ -166,14 +170,18 @@ class Engine:
         self._post(lambda: self._abort(id))
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self, prompts: Iterable[Sequence[int]], params: SamplingParams | Iterable[SamplingParams] | None = None
     ) -> list[list[Completion]]:
         """Continue prompts: for each the list of its `n` choices, ids in and out.
 
         params: for all, one for each, or the defaults. Works with the engine's thread and without. More prompts than
         may wait are handed in as others finish. Raises ValueError and `Refused` for prompts that cannot run.
         """
-        params = params if params is not None else SamplingParams()
+        if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+            raise ValueError(f"prompts is {prompts!r:.80}; give a list of lists of token ids")
+        params, prompts = params if params is not None else SamplingParams(), list(prompts)
+        if isinstance(params, str | Mapping) or not isinstance(params, SamplingParams | Iterable):
+            raise ValueError(f"params is {params!r:.80}; give SamplingParams, or one for each prompt")
         every = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(every) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(every)} sampling parameters; give one, or one for each")
@@ -201,8 +209,10 @@ class Engine:
 
         named: parameters by their names in the model (`model.named_parameters()`), some or all. version: a number that
         was not used before; every later token carries it. Requests under way go on with the new weights. Raises
-        ValueError, with nothing changed, for an unknown name, another shape, or the present version.
+        ValueError, with nothing changed, for an unknown name, another shape or kind, or a version that was used.
         """
+        if not isinstance(version, int) or version in self._versions:
+            raise ValueError(f"update_weights: version is {version!r}; give a whole number that was not used before")
         given = dict(named)
         there = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         if unknown := sorted(given.keys() - there.keys()):
@@ -210,12 +220,13 @@ class Engine:
                 f"update_weights: the model has no parameter {unknown[0]!r} ({len(unknown)} unknown names)"
             )
         for name, tensor in given.items():
+            if not isinstance(tensor, Tensor) or tensor.is_floating_point() != there[name].is_floating_point():
+                found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise ValueError(f"update_weights: {name} is {found}, the model's is {there[name].dtype}")
             if tensor.shape != there[name].shape:
                 raise ValueError(
                     f"update_weights: {name} has shape {list(tensor.shape)}, the model's {list(there[name].shape)}"
                 )
-        if version == self.version:
-            raise ValueError(f"update_weights: version {version} is the present one; give another number")
         self._between_steps(lambda: self._replace(given, there, version))
 
     @torch.no_grad()
@@ -224,6 +235,7 @@ class Engine:
         for name, tensor in given.items():
             there[name].copy_(tensor)
         self.model.prepare()
+        self._versions.add(version)
         self.scheduler.renew(version)
         self.scheduler.cache.store.clear()
 
@@ -275,9 +287,10 @@ class Engine:
                 self._end_all("error", "the engine has stopped after a fault; its log says which")
 
     def _end_all(self, reason: FinishReason, error: str | None = None) -> None:
-        self._drain()
-        for choice, reply in list(self._replies.items()):
-            self._end(choice, [reply.end(reason, error=error)])
+        with self._stepping:
+            self._drain()
+            for choice, reply in list(self._replies.items()):
+                self._end(choice, [reply.end(reason, error=error)])
 
     def _post(self, action: Callable[[], None]) -> None:
         self._inbox.put(action)
@@ -287,7 +300,8 @@ class Engine:
         """Carry an action out in the thread that steps, and wait for it."""
         thread = self._thread
         if thread is None or not thread.is_alive() or current_thread() is thread:
-            action()
+            with self._stepping, held():
+                action()
             return
         done = Event()
         self._post(action)
@@ -327,12 +341,20 @@ class Engine:
             del self._handles[choice.id]
 
     def step(self) -> bool:
-        """One step; False where there was nothing to run."""
-        self._drain()
-        return self._stepper.step()
+        """One step; False where there was nothing to run. Ctrl-C waits until it is over."""
+        with self._stepping, held():
+            self._drain()
+            return self._stepper.step()
+
+    def _advance(self) -> bool:
+        """A step for a reader who waits, where no thread makes them. Whether so."""
+        if self._thread is not None:
+            return False
+        self.step()
+        return True
 
 
 def _ids(prompt: Sequence[int]) -> tuple[int, ...]:
-    if isinstance(prompt, str) or not isinstance(prompt, Iterable):
+    if isinstance(prompt, str | bytes) or not isinstance(prompt, Iterable):
         raise ValueError(f"a prompt is {prompt!r:.80}; give a list of token ids for each")
     return tuple(prompt)

@@ -35,10 +35,10 @@ _ALARMS: WeakKeyDictionary[asyncio.AbstractEventLoop, Alarm] = WeakKeyDictionary
 
 
 class RequestHandle:
-    """`put` is called by the engine's thread, everything else by one reader. advance: where no thread runs the engine,
-    the reader does, with this."""
+    """`put` is called by whoever steps the engine, everything else by one reader. advance: makes a step where no thread
+    does, and says whether it has."""
 
-    def __init__(self, id: str, choices: int, advance: Callable[[], object] | None = None) -> None:
+    def __init__(self, id: str, choices: int, advance: Callable[[], bool] = lambda: False) -> None:
         self.id = id
         self._open, self._outputs = choices, deque[Output]()
         self._changed = Condition()
@@ -64,9 +64,7 @@ class RequestHandle:
         while self._open:
             if (output := self._next()) is not None:
                 yield output
-            elif self.advance is not None:
-                self.advance()
-            else:
+            elif not self.advance():
                 with self._changed:
                     self._changed.wait_for(lambda: bool(self._outputs))
 
@@ -89,5 +87,7 @@ class RequestHandle:
             if batch:
                 self._open -= sum(isinstance(output, Finished) for output in batch)
                 yield batch
+            elif self.advance():  # the loop stands still meanwhile: who wants more of it starts the engine's thread
+                await asyncio.sleep(0)
             else:
                 await there.wait()

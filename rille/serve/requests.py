@@ -1,10 +1,11 @@
-"""Requests on their way in, and whole answers on their way out. No torch here."""
+"""Requests on their way in, and whole answers on their way out."""
 
 from __future__ import annotations
 
 from itertools import accumulate
 
 from rille.model.config import K3Config
+from rille.model.media import checked_grids, feature_rows
 from rille.serve.chain import Span
 from rille.serve.handle import RequestHandle
 from rille.serve.schema import Completion, Finished, Request, TokenOutput
@@ -30,7 +31,16 @@ def check_request(request: Request, c: K3Config, tokenizer: Tokenizer | None) ->
 def check_pictures(request: Request, c: K3Config) -> None:
     if c.vision is None or c.media_pad_id is None:
         raise ValueError("images: this model has no vision tower or no media token (vision_config, media_pad_id)")
-    rows = sum(sum(images.num_tokens) for images in request.images)
+    rows = 0
+    for images in request.images:
+        each = [feature_rows(grid, c.vision) for grid in checked_grids(images, c.vision)]
+        rows += sum(each)
+        texts = [digest for digest in images.digests if isinstance(digest, str)]
+        if list(images.num_tokens) != each or not len(texts) == len(images.digests) == len(each):
+            raise ValueError(
+                f"images: {len(each)} pictures with {len(texts)} digests, merged by {images.merge}; this model wants a "
+                f"digest, a text, for each, and merges by {c.vision.merge}"
+            )
     places = sum(token == c.media_pad_id for token in request.prompt)
     if rows != places:
         raise ValueError(

@@ -364,14 +364,14 @@ class Scheduler:
         if sequence.is_done:
             return
         sequence.is_done = True
-        if sequence.holding is not None:
-            self.cache.release(sequence.holding)
-            sequence.holding = None
-            self.running.remove(sequence)
-            return
-        self.waiting[sequence.kind].remove(sequence)
-        if self.park is not None:
+        if self.park is not None:  # it may lie there though it runs: old weights are not taken back
             self.park.drop(_name(sequence))
+        if sequence.holding is None:
+            self.waiting[sequence.kind].remove(sequence)
+            return
+        self.cache.release(sequence.holding)
+        sequence.holding = None
+        self.running.remove(sequence)
 
     def note_rate(self, step: Step, seconds: float) -> None:
         """How long a step took; from its prompts follows when to ask again if the queue is full."""

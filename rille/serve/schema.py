@@ -10,7 +10,7 @@ ends after the last of them. Lengths and positions are tokens, times are seconds
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from numbers import Real
@@ -30,6 +30,7 @@ MissReason = Literal["cold", "evicted", "no_checkpoint", "below_unit", "draft"]
 end of the prompt below one hash unit; given up for the drafter."""
 
 MAX_TOP_LOGPROBS = 20
+MAX_TOP_K = 1 << 53  # more than any vocabulary; up to there a float is exact
 MAX_BIAS = 1e6  # of a logit: beyond, logits of 32 bits would come to infinity together with penalties
 
 
@@ -47,7 +48,7 @@ class Refused(Exception):
 class TooLarge(Refused):
     """It could never run here: more tokens than a sequence may have, or than the memory holds."""
 
-    status = 413
+    status = 400
 
 
 class QueueFull(Refused):
@@ -64,14 +65,24 @@ class Unavailable(Refused):
 
 def _whole(value: Any, name: str) -> int:
     try:
-        return index(value)
+        return int(index(value))
     except TypeError:
         raise ValueError(f"{name} is {value!r:.80}; it must be a whole number") from None
 
 
-def _number(value: Any, name: str) -> None:
+def _number(value: Any, name: str) -> float:
     if not isinstance(value, Real):
         raise ValueError(f"{name} is {value!r:.80}; it must be a number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} is a number of {int(value).bit_length():,} bits; it must be a float") from None
+
+
+def _list(value: Any, name: str) -> tuple[Any, ...]:
+    if isinstance(value, str | bytes) or not isinstance(value, Collection):
+        raise ValueError(f"{name} is {value!r:.80}; give a list")
+    return tuple(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +124,7 @@ class SamplingParams:
             "temperature": (self.temperature, 0, 100),
             "min_p": (self.min_p, 0, 1),
             "repetition_penalty": (self.repetition_penalty, 0.01, 100),
-            "top_k": (self.top_k, 0, inf),
+            "top_k": (self.top_k, 0, MAX_TOP_K),
             "presence_penalty": (self.presence_penalty, -2, 2),
             "frequency_penalty": (self.frequency_penalty, -2, 2),
             "n": (self.n, 1, 128),
@@ -135,26 +146,35 @@ class SamplingParams:
                 f"min_tokens is {self.min_tokens}, but a grammar (of tools, or of a response format) decides where a "
                 "reply may end; leave one of them out"
             )
+        if self.grammar_prefix and self.grammar is None:
+            raise ValueError(f"grammar_prefix is {self.grammar_prefix!r:.80}, but there is no grammar to feed it to")
 
     def _check_kinds(self) -> None:
-        """A value of another kind would be a fault of the step in which it is read, and of all that runs in it."""
+        """A value of another kind would be a fault of the step in which it is read, and of all that runs in it: what is
+        not refused becomes a plain number, list or mapping."""
+        plain: dict[str, Any] = {}
         for name in ("max_tokens", "top_k", "n", "min_tokens", "top_logprobs"):
-            _whole(getattr(self, name), name)
-        _whole(self.seed if self.seed is not None else 0, "seed")
+            plain[name] = _whole(getattr(self, name), name)
+        plain["seed"] = None if self.seed is None else _whole(self.seed, "seed")
         numbers = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
         for name in numbers:
-            _number(getattr(self, name), name)
-        if isinstance(self.stop, str) or not all(isinstance(text, str) for text in self.stop):
-            raise ValueError(f"stop is {self.stop!r:.80}; give a list of texts, for one text is many letters")
-        if not isinstance(self.stop_ids, Sequence | set | frozenset):
-            raise ValueError(f"stop_ids is {self.stop_ids!r:.80}; give a list of token ids")
+            plain[name] = _number(getattr(self, name), name)
+        for name in ("ignore_eos", "logprobs", "expert_ids"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r:.80}; it must be True or False")
+        for name in ("stop", "stop_ids"):
+            plain[name] = _list(getattr(self, name), name)
+        if not all(isinstance(text, str) for text in plain["stop"]):
+            raise ValueError(f"stop is {self.stop!r:.80}; give a list of texts")
+        plain["stop_ids"] = tuple(_whole(token, "an id of stop_ids") for token in plain["stop_ids"])
         if not isinstance(self.logit_bias, Mapping):
             raise ValueError(f"logit_bias is {self.logit_bias!r:.80}; give a number for each of some token ids")
-        for name, ids in (("stop_ids", self.stop_ids), ("logit_bias", self.logit_bias)):
-            for token in ids:
-                _whole(token, f"an id of {name}")
-        for bias in self.logit_bias.values():
-            _number(bias, "a value of logit_bias")
+        plain["logit_bias"] = {
+            _whole(token, "an id of logit_bias"): _number(bias, "a value of logit_bias")
+            for token, bias in self.logit_bias.items()
+        }
+        for name, value in plain.items():
+            object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,19 +198,31 @@ class Request:
     kind: str | None = None  # budget class; None: chosen by the prompt's length
 
     def __post_init__(self) -> None:
-        if isinstance(self.prompt, str) or not isinstance(self.prompt, Iterable):
+        if isinstance(self.prompt, str | bytes) or not isinstance(self.prompt, Iterable):
             raise ValueError(f"the prompt is {self.prompt!r:.80}; give a list of token ids")
+        if not isinstance(self.prompt, Collection):  # an iterator, which is read once
+            object.__setattr__(self, "prompt", tuple(self.prompt))
         if not len(self.prompt):
             raise ValueError("the prompt has no tokens; give at least one")
         if not all(isinstance(token, int) for token in self.prompt):  # of a tensor, or no ids at all
             object.__setattr__(self, "prompt", tuple(_whole(token, "an id of the prompt") for token in self.prompt))
-        _whole(self.priority, "priority")
-        if self.deadline_s is not None:
-            _number(self.deadline_s, "deadline_s")
+        self._check_kinds()
         if self.deadline_s is not None and not self.deadline_s > 0:
             raise ValueError(f"deadline_s is {self.deadline_s}; it must be above 0")
         if any(not 0 <= mark <= len(self.prompt) for mark in self.marks):
             raise ValueError(f"marks {list(self.marks)} must lie inside the prompt of {len(self.prompt)} tokens")
+
+    def _check_kinds(self) -> None:
+        """As `SamplingParams._check_kinds`."""
+        if not isinstance(self.params, SamplingParams):
+            raise ValueError(f"params is {self.params!r:.80}; give SamplingParams(...)")
+        if self.id is not None and not isinstance(self.id, str):
+            raise ValueError(f"id is {self.id!r:.80}; it must be a text")
+        object.__setattr__(self, "priority", _whole(self.priority, "priority"))
+        object.__setattr__(self, "images", () if self.images is None else _list(self.images, "images"))
+        object.__setattr__(self, "marks", tuple(_whole(mark, "one of marks") for mark in _list(self.marks, "marks")))
+        if self.deadline_s is not None:
+            object.__setattr__(self, "deadline_s", _number(self.deadline_s, "deadline_s"))
 
 
 @dataclass(frozen=True, slots=True)

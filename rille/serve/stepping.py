@@ -68,6 +68,7 @@ class Stepper:
         self._watch = Watch()
         self._drafts: dict[Choice, Draft] = {}
         self._flight: Flight | None = None
+        self._open: Sequence[Part] = ()  # of a step whose scratch pages are not given back yet
         self._landed_at = 0.0
 
     def forget(self, choice: Choice) -> None:
@@ -87,7 +88,26 @@ class Stepper:
             self._land(flight)
 
     def step(self) -> bool:
-        """One step; False where there was nothing to run."""
+        """One step; False where there was nothing to run. One that breaks off ends all that runs: some layers have
+        moved their states on and some have not, so that nobody may go on from them."""
+        is_over = False
+        try:
+            there_was = self._step()
+            is_over = True
+            return there_was
+        finally:
+            if not is_over:
+                self._break_off()
+
+    def _break_off(self) -> None:
+        for part in self._open:
+            self._scheduler.cache.store.pool.give(part.scratch)
+        self._flight, self._open = None, ()
+        for choice in list(self._scheduler.running):
+            self._scheduler.condemn(choice)
+            self._end(choice, [self.replies[choice].end("error", error="the engine broke off a step after a fault")])
+
+    def _step(self) -> bool:
         if (flight := self._flight) is not None:
             self._flight = self._launch_behind(flight)
             self._land(flight)
@@ -101,6 +121,7 @@ class Stepper:
             self._end(choice, [self.replies[choice].end("abort", error="the deadline has passed")])
         if not step.parts:
             return False
+        self._open = step.parts
         self._pages.clear(step.clear)
         self._pages.copy(step.copies)
         if self._watches:  # whoever is new, from the cache too, comes with a step that is not behind another one
@@ -289,6 +310,7 @@ class Stepper:
             if reply.failed:
                 self._scheduler.condemn(part.sequence)
             copies += [] if settled else self._scheduler.settle(part, count)
+        self._open = ()
         self._pages.copy(copies)
         for part, reply, count, some in zip(step.parts, replies, accepted, outputs, strict=True):
             self._scheduler.landed(part, count)

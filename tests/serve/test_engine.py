@@ -158,14 +158,18 @@ def test_new_weights(model):
         served.update_weights({"nothing": torch.zeros(1)}, 1)
     with pytest.raises(ValueError, match="norm has shape"):
         served.update_weights({"norm": torch.zeros(1)}, 1)
-    with pytest.raises(ValueError, match="version 0 is the present one"):
+    with pytest.raises(ValueError, match="version is 0; give a whole number that was not used"):
         served.update_weights({}, 0)
+    with pytest.raises(ValueError, match="embed is torch.complex64"):
+        served.update_weights({"embed": other.embed.to(torch.complex64)}, 1)
     address = served.model.embed.data_ptr()
     served.update_weights(other.named_parameters(), 5)
     after = served.generate([ids], GREEDY)[0][0]
     assert (before.tokens, after.tokens) == (alone(model, ids), alone(other, ids))
     assert after.usage.cached_tokens == 0 and after.versions == (5,) * 20
     assert served.model.embed.data_ptr() == address
+    with pytest.raises(ValueError, match="version is 0"):  # what a tier has of it would match, whatever the weights are
+        served.update_weights(other.named_parameters(), 0)
 
 
 def test_weights_that_change_under_a_reply(model):
@@ -213,7 +217,13 @@ def test_what_cannot_be_is_refused(model):
         (dict(prompt=5), "give a list of token ids"),
         (dict(prompt=[1], priority="high"), "priority is 'high'"),
         (dict(prompt=[1], deadline_s="2"), "deadline_s is '2'"),
+        (dict(prompt=[1], deadline_s=10**400), "deadline_s is a number of 1,329 bits"),
         (dict(prompt=[1], kind="huge"), "kind 'huge' is not one of"),
+        (dict(prompt=[1], marks=[0.5]), "one of marks is 0.5"),
+        (dict(prompt=[1], marks=1), "marks is 1; give a list"),
+        (dict(prompt=[1], images=1), "images is 1; give a list"),
+        (dict(prompt=[1], id=["a"]), "id is .* it must be a text"),
+        (dict(prompt=[1], params={"n": 1}), "params is .* give SamplingParams"),
     ],
 )
 def test_a_request_of_the_wrong_kind_is_its_own_fault(model, wrong, message):
@@ -223,6 +233,31 @@ def test_a_request_of_the_wrong_kind_is_its_own_fault(model, wrong, message):
     with pytest.raises(ValueError, match=message):
         served.submit(Request(**wrong))
     assert list(handle)[-1].reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        (None, GREEDY, "prompts is None; give a list of lists"),
+        ("abc", GREEDY, "prompts is 'abc'; give a list of lists"),
+        ([b"abc"], GREEDY, "a prompt is b'abc'; give a list"),
+        ([[1]], [None], "params is None; give SamplingParams"),
+        ([[1]], {"max_tokens": 3}, "params is .* give SamplingParams"),
+        ([[1]], 5, "params is 5; give SamplingParams"),
+        ([[1]], [GREEDY] * 2, "1 prompts but 2 sampling parameters"),
+    ],
+)
+def test_what_is_no_list_of_prompts_is_refused(model, prompts, params, message):
+    with pytest.raises(ValueError, match=message):
+        engine(model).generate(prompts, params)
+
+
+def test_iterators_are_lists_too(model):
+    served = engine(model)
+    [[want]] = served.generate([[1, 2, 3]], GREEDY)
+    [[one]] = served.generate((iter([1, 2, 3]) for _ in range(1)), (GREEDY for _ in range(1)))
+    [*_, last] = served.submit(Request(prompt=iter([1, 2, 3]), params=GREEDY))
+    assert one.tokens == want.tokens and last.usage.prompt_tokens == 3
 
 
 def test_ids_may_come_as_tensors(model):

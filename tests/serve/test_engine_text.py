@@ -267,7 +267,7 @@ def test_after_a_fault_nobody_waits(model):
         served._thread.join(timeout=10)
     finally:
         threading.excepthook = hook
-    assert last.reason == "error" and "stopped after a fault" in last.error and caught == [ZeroDivisionError]
+    assert last.reason == "error" and "after a fault" in last.error and caught == [ZeroDivisionError]
     with pytest.raises(Unavailable):
         served.submit(Request(prompt=(1,)))
 

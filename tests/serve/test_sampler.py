@@ -2,7 +2,10 @@
 
 import math
 from collections import Counter
+from fractions import Fraction
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -190,7 +193,15 @@ def test_stop_strings(stops, text, out, matched, size):
         (dict(logit_bias={1: math.inf}), "logit_bias has the value inf; it must be from -1e[+]06 to 1e[+]06"),
         (dict(logit_bias={1: math.nan}), "logit_bias has the value nan"),
         (dict(logit_bias={1: 0.0, 2: -1e300}), "logit_bias has the value -1e[+]300"),
-        (dict(logit_bias={1: 10**400}), "logit_bias has the value 1000"),
+        (dict(logit_bias={1: 10**400}), "a value of logit_bias is a number of 1,329 bits"),
+        (dict(temperature=10**400), "temperature is a number of 1,329 bits"),
+        (dict(top_k=10**400), "top_k is 1000"),
+        (dict(top_k=2**53 + 1), "top_k is 9007199254740993; it must be from 0 to"),
+        (dict(stop=None), "stop is None; give a list"),
+        (dict(ignore_eos="no"), "ignore_eos is 'no'; it must be True or False"),
+        (dict(logprobs=5), "logprobs is 5"),
+        (dict(expert_ids=None), "expert_ids is None"),
+        (dict(grammar_prefix="{"), "grammar_prefix is '{', but there is no grammar"),
         (dict(stop="END"), "stop is 'END'; give a list"),
         (dict(min_tokens=1, grammar=Grammar("")), "min_tokens is 1, but a grammar"),
         (dict(top_logprobs=21), "top_logprobs is 21"),
@@ -212,3 +223,31 @@ def test_stop_strings(stops, text, out, matched, size):
 def test_parameters_that_cannot_be_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         SamplingParams(**wrong)
+
+
+def test_numbers_of_any_kind_become_plain_ones():
+    """What is a number to Python but none to a tensor would be a fault of the step that draws."""
+    third, logits = Fraction(1, 3), torch.randn(1, 20, generator=torch.Generator().manual_seed(0))
+    odd: dict[str, Any] = dict(
+        temperature=third,
+        top_p=Fraction(9, 10),
+        min_p=np.float32(0.01),
+        top_k=np.int64(9),
+        presence_penalty=third,
+        frequency_penalty=True,
+        repetition_penalty=Fraction(3, 2),
+        logit_bias={np.int64(3): third, True: 1},
+        top_logprobs=True,
+        seed=np.int64(4),
+        stop_ids=np.array([5]),
+    )
+    plain: dict[str, Any] = {
+        **{name: float(value) for name, value in odd.items() if name.endswith(("penalty", "_p", "temperature"))},
+        **dict(top_k=9, logit_bias={3: 1 / 3, 1: 1.0}, top_logprobs=1, seed=4, stop_ids=(5,)),
+    }
+    params = SamplingParams(**odd)
+    assert params == SamplingParams(**plain)
+    assert draw(logits, [Row(params, 4, written=(1, 2), prompt=(3,))]) == draw(
+        logits, [Row(SamplingParams(**plain), 4, written=(1, 2), prompt=(3,))]
+    )
+    draw(logits, [Row(SamplingParams(top_k=2**53), 4)])
