@@ -15,7 +15,7 @@ from rille.serve.graphs import SIZES, DecodeGraphs
 from rille.serve.limits import SchedulerConfig
 from rille.serve.paged import Pages, layout_of
 from rille.serve.prefix import PrefixCache
-from rille.serve.retention import Retention
+from rille.serve.retention import Retention, unit_for
 from rille.serve.scheduler import Scheduler
 from rille.serve.settings import EngineConfig
 from rille.serve.speculation import Drafter, MtpDrafter, NgramDrafter
@@ -62,29 +62,30 @@ def count_pages(model: K3, config: EngineConfig) -> int:
     return room // size
 
 
-def new_scheduler(pages: Pages, num_pages: int, config: EngineConfig) -> Scheduler:
-    """The scheduler over a pool. Raises ValueError where the pool holds not even one token and the next."""
+def new_scheduler(pages: Pages, num_pages: int, config: EngineConfig, max_positions: int) -> Scheduler:
+    """The scheduler over a pool. max_positions: tokens that the checkpoint was made for. Raises ValueError where the
+    pool holds not even one token and the next."""
     layout, host = pages.layout, int(config.host_gib * 2**30) // pages.layout.page_bytes
     offloads = config.preemption == "offload"
     in_tier = host // 2 if offloads else host
     tier = HostTier(in_tier, pages.read, pages.write) if in_tier else None
     park = HostTier(host - in_tier, pages.read, pages.write) if offloads else None
     retention = Retention(interval=config.checkpoint_interval, exact=config.exact_ends and not config.deterministic)
-    cache = PrefixCache(
-        num_pages, layout.page_tokens, layout.groups, unit=config.hash_unit, retention=retention, tier=tier
-    )
+    unit = config.hash_unit if config.hash_unit is not None else unit_for(layout.page_tokens, layout.groups)
+    cache = PrefixCache(num_pages, layout.page_tokens, layout.groups, unit=unit, retention=retention, tier=tier)
+    max_length = config.max_length if config.max_length is not None else max_positions
     limits = SchedulerConfig(
         max_running=config.max_running,
         token_budget=config.token_budget,
         max_queued=config.max_queued,
-        max_length=config.max_length,
+        max_length=max_length,
         deterministic=config.deterministic,
     )
     scheduler = Scheduler(cache, limits, park)
     if scheduler.longest < 2:
         raise ValueError(
             f"a pool of {num_pages} pages, of which the state of a sequence takes {layout.groups} and each "
-            f"{layout.page_tokens} tokens one more, has no room for a sequence (at most {config.max_length} tokens); "
+            f"{layout.page_tokens} tokens one more, has no room for a sequence (at most {max_length} tokens); "
             "give more memory (num_pages or memory_gib), or a larger max_length"
         )
     return scheduler

@@ -19,7 +19,7 @@ from rille.model.checkpoint import load_model
 from rille.model.locate import find_checkpoint
 from rille.model.model import K3
 from rille.serve.config import ChatConfig
-from rille.serve.dialogue import ChatEvent, Dialogue, Finished, picture_urls
+from rille.serve.dialogue import ChatEvent, Dialogue, Finished, full, picture_urls
 from rille.serve.generate import Sampler, check_device, check_pair, check_sampling
 from rille.serve.session import Session
 from rille.serve.tools import Toolbox
@@ -65,19 +65,22 @@ class Conversation(Dialogue):
         self._sampler = Sampler(self.config.temperature, self.config.top_p, generator)
 
     @property
-    def max_positions(self) -> int:
-        """Tokens that the checkpoint was made for, as its config says."""
-        return self._model.config.max_positions
+    def longest(self) -> int:
+        """As `Dialogue.longest`: what was asked for, or what the checkpoint's config says."""
+        asked = self.config.max_length
+        return asked if asked is not None else self._model.config.max_positions
 
     def _reply(self) -> Generator[ChatEvent, None, list[tuple[str, ToolCall]]]:
         """One message of the assistant; returns its calls by id, those that are to be carried out."""
         started = perf_counter()
         prompt, pictures = self.prompt()
         ids = prompt.ids(self._tokenizer)
+        room = self._room(ids, pictures)
+        most = min(room, self.config.max_new_tokens)
         parser = Parser(self._tokenizer, start=prompt.channel, drop_calls=self.toolbox is None)
         new, ended, is_over = 0, False, False
         try:
-            for token in self._tokens(ids, pictures):
+            for token in self._tokens(ids, pictures, most):
                 new += 1
                 yield from parser.feed_ids([token])
                 ended = parser.done or token in self._stops
@@ -93,12 +96,20 @@ class Conversation(Dialogue):
             if not (is_over and ended):
                 self._leave(calls, "the reply was cut off")
         session, seconds = self._session, perf_counter() - started
-        yield Finished("end" if ended else "limit", reply, faults, session.num_kept, session.num_read, new, seconds)
+        reason = "end" if ended else "full" if new == room else "limit"
+        yield Finished(reason, reply, faults, session.num_kept, session.num_read, new, seconds)
         return calls if ended else []
 
-    def _tokens(self, ids: list[int], pictures: Sequence[Images]) -> Iterator[int]:
+    def _room(self, ids: list[int], pictures: Sequence[Images]) -> int:
+        """Tokens that a reply may have. Raises ValueError where that is none."""
+        used = len(ids) + sum(rows - 1 for picture in pictures for rows in picture.num_tokens)
+        if used >= self.longest:
+            raise ValueError(f"the conversation has {used:,} tokens by now; {full(self.longest)}")
+        return self.longest - used
+
+    def _tokens(self, ids: list[int], pictures: Sequence[Images], most: int) -> Iterator[int]:
         logits_W = self._session.read(ids, pictures)
-        for left in reversed(range(self.config.max_new_tokens)):
+        for left in reversed(range(most)):
             token = self._sampler(logits_W[: self._tokenizer.vocab_size])
             yield token
             if left:

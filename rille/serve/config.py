@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from rille.serve.settings import EngineConfig
+from rille.serve.settings import EngineConfig, check_max_length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +32,14 @@ class GenerateConfig:
     seed: int = 0
     """The same seed gives the same text."""
 
+    max_length: int | None = None
+    """Tokens that prompt and continuation may come to; by default as many as the checkpoint was made for."""
+
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the model runs, in fp32."""
+
+    def __post_init__(self):
+        check_max_length(self.max_length)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +74,9 @@ class ChatConfig:
     max_new_tokens: int = 1024
     """Stop a reply after so many tokens, thinking included."""
 
+    max_length: int | None = None
+    """Tokens that a conversation may come to; by default as many as the checkpoint was made for."""
+
     max_rounds: int = 8
     """Stop after so many rounds of tool calls in one turn."""
 
@@ -94,6 +103,7 @@ class ChatConfig:
             raise ValueError(
                 f"max_new_tokens is {self.max_new_tokens} and max_rounds {self.max_rounds}; both must be at least 1"
             )
+        check_max_length(self.max_length)
 
 
 @dataclass(frozen=True, kw_only=True)

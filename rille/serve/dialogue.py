@@ -38,10 +38,10 @@ class ToolResult:
 
 @dataclass(frozen=True)
 class Finished:
-    """A reply is over: the model ended it, or the limit did. faults: where it broke the format, what the
-    limit broke not counted. kept, read: tokens of the prompt; new: of the reply."""
+    """A reply is over: the model ended it, or the limit of a reply did, or that of a conversation (full). faults: where
+    it broke the format, what a limit broke not counted. kept, read: tokens of the prompt; new: of the reply."""
 
-    reason: Literal["end", "limit"]
+    reason: Literal["end", "limit", "full"]
     reply: Reply
     faults: tuple[str, ...]
     kept: int
@@ -60,6 +60,11 @@ class OutOfRounds:
 ChatEvent = Event | ToolResult | Finished | OutOfRounds
 
 
+def full(longest: int) -> str:
+    """What to do about a conversation that has no room left."""
+    return f"one may have {longest:,} tokens here: /reset begins a new one, a larger --max-length allows more"
+
+
 class Dialogue(ABC):
     """config: its sampling, thinking and effort may be replaced between turns. `pending`: parts of the next message."""
 
@@ -75,8 +80,8 @@ class Dialogue(ABC):
 
     @property
     @abstractmethod
-    def max_positions(self) -> int:
-        """Tokens that the checkpoint was made for."""
+    def longest(self) -> int:
+        """Tokens that a conversation may come to."""
 
     @abstractmethod
     def _reply(self) -> Generator[ChatEvent, None, list[tuple[str, ToolCall]]]:

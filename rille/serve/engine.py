@@ -76,7 +76,7 @@ class Engine:
         self._vocabulary: Vocabulary | None = None
         num_pages = count_pages(self.model, self.config)
         self.pages = Pages(self.model.config, num_pages, self.model.dtype, self.model.device, poison=self.config.poison)
-        self.scheduler = new_scheduler(self.pages, num_pages, self.config)
+        self.scheduler = new_scheduler(self.pages, num_pages, self.config, self.model.config.max_positions)
         self.runner = Runner(self.model, self.pages, deterministic=self.config.deterministic)
         self.drafter = new_drafter(self.model, self.config, None if isinstance(drafter, str) else drafter)
         self.runner.keeps_hidden = self.drafter is not None and self.drafter.reads_hidden
@@ -250,7 +250,8 @@ class Engine:
         drafts = "none" if self.drafter is None else f"{type(self.drafter).__name__}, at most {c.draft_length} tokens"
         return [
             *self.scheduler.cache.describe(),
-            f"pool: {size:.2f} GiB on {self.model.device}; a sequence may have {self.longest:,} tokens",
+            f"pool: {size:.2f} GiB on {self.model.device}; a sequence may have {self.longest:,} tokens"
+            f" (the checkpoint was made for {self.model.config.max_positions:,})",
             f"steps: at most {c.token_budget:,} tokens of at most {c.max_running:,} sequences; "
             f"{c.max_queued:,} may wait",
             f"drafts: {drafts}; deterministic: {'yes' if c.deterministic else 'no'}; weights: version {self.version}",

@@ -195,8 +195,8 @@ class Front:
         if left < 1 or (wanted or 0) > left:
             asked = f" and the {wanted:,} asked for" if wanted is not None else ""
             raise TooLarge(
-                f"the prompt's {num_prompt:,} tokens{asked} are more than the {self.abilities.max_length:,} of a "
-                "sequence here; shorten the conversation or ask for less"
+                f"the prompt's {num_prompt:,} tokens{asked} are more than the context length of "
+                f"{self.abilities.max_length:,} tokens here; shorten the conversation or ask for less"
             )
         return left if wanted is None else wanted
 

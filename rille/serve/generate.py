@@ -154,15 +154,23 @@ def continue_text(config: GenerateConfig) -> None:
     ids = prompt_ids(config.prompt, tokenizer, model)
     eos = model.config.eos_id
     stops = {*tokenizer.stop_ids, *([] if eos is None else [eos])}
+    longest = config.max_length if config.max_length is not None else model.config.max_positions
+    if len(ids) >= longest:
+        raise ValueError(
+            f"the prompt has {len(ids):,} tokens, prompt and continuation may have {longest:,}; shorten it, or give a "
+            "larger --max-length"
+        )
+    most = min(config.max_new_tokens, longest - len(ids))
     sampling = {"temperature": config.temperature, "top_p": config.top_p, "seed": config.seed}
-    new = stream(model, torch.tensor(ids, dtype=torch.int64), config.max_new_tokens, **sampling, stop_ids=stops)
+    new = stream(model, torch.tensor(ids, dtype=torch.int64), most, **sampling, stop_ids=stops)
     started, count, text = perf_counter(), 0, TextStream(tokenizer)
     print(config.prompt, end="", flush=True)
     for token in new:
         count += 1
         print("" if token in stops else text.feed(token), end="", flush=True)
     print(text.finish())
-    print(f"{place}: {count} tokens, {count / (perf_counter() - started):.0f} tokens/s", file=sys.stderr)
+    full = f"; prompt and continuation may have {longest:,} (--max-length)" if len(ids) + count == longest else ""
+    print(f"{place}: {count} tokens, {count / (perf_counter() - started):.0f} tokens/s{full}", file=sys.stderr)
 
 
 def check_device(device: str) -> None:

@@ -25,6 +25,7 @@ from rille.text.images import Images, decode_data_url, preprocess_images
 from rille.text.reply import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning, Reply, ToolCall
 
 Json = dict[str, Any]
+TOO_LONG = "context_length_exceeded"
 
 KEY_VARIABLE = "RILLE_API_KEY"
 CONNECT_S = 10
@@ -33,6 +34,10 @@ CONNECT_S = 10
 def is_url(text: str) -> bool:
     """Whether this names a server, and not a checkpoint."""
     return text.startswith(("http://", "https://"))
+
+
+class TooLong(ValueError):
+    """The server has no room for a prompt and what is to be written."""
 
 
 class Server:
@@ -92,16 +97,17 @@ class Server:
             raise (OSError(text) if number is None else OSError(number, text)) from None
         if response.status != 200:
             with closing(connection):
-                raise ValueError(f"{self.url}: {_complaint(response)}")
+                raise _complaint(self.url, response)
         return connection, response
 
 
-def _complaint(response: HTTPResponse) -> str:
+def _complaint(url: str, response: HTTPResponse) -> ValueError:
     text = response.read().decode("utf-8", errors="replace")
     try:
-        return json.loads(text)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        return f"status {response.status} {response.reason}"
+        error = json.loads(text)["error"]
+        return (TooLong if error.get("code") == TOO_LONG else ValueError)(f"{url}: {error['message']}")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return ValueError(f"{url}: status {response.status} {response.reason}")
 
 
 class RemoteDialogue(Dialogue):
@@ -110,17 +116,19 @@ class RemoteDialogue(Dialogue):
     def __init__(self, config: ChatConfig, toolbox: Toolbox | None = None) -> None:
         if (config.device, config.dtype, config.experts) != ("cpu", "fp32", "values"):
             raise ValueError("device, dtype and experts are the server's; a conversation by URL cannot choose them")
+        if config.max_length is not None:
+            raise ValueError("max_length is the server's; a conversation by URL cannot choose it")
         super().__init__(config, toolbox)
         self._server = Server(config.checkpoint)
         models = self._server.get("/v1/models").get("data") or []
         if not models:
             raise ValueError(f"{config.checkpoint} serves no model")
         self.model: str = models[0]["id"]
-        self._max_positions = int(models[0].get("max_model_len") or 1 << 30)
+        self._longest = int(models[0].get("max_model_len") or 1 << 30)
 
     @property
-    def max_positions(self) -> int:
-        return self._max_positions
+    def longest(self) -> int:
+        return self._longest
 
     def check(self) -> None:
         """As `Dialogue.check`."""
@@ -151,9 +159,8 @@ class RemoteDialogue(Dialogue):
         started = perf_counter()
         heard, is_over = _Heard(self.config.thinking), False
         try:
-            with closing(self._server.events("/v1/chat/completions", self._request())) as chunks:
-                for chunk in chunks:
-                    yield from heard.take(chunk)
+            for chunk in self._chunks():
+                yield from heard.take(chunk)
             yield from heard.finish()
             is_over = True
         finally:
@@ -165,8 +172,22 @@ class RemoteDialogue(Dialogue):
         ended = heard.reason != "length"
         seconds = perf_counter() - started
         cached, read, new = heard.usage
-        yield Finished("end" if ended else "limit", heard.reply(), (), cached, read, new, seconds)
+        reason = "end" if ended else "full" if cached + read + new >= self.longest else "limit"
+        yield Finished(reason, heard.reply(), (), cached, read, new, seconds)
         return calls if ended else []
+
+    def _chunks(self) -> Iterator[Json]:
+        """Of the reply. Where there is no room for as many tokens as it may have, it gets what room there is."""
+        body = self._request()
+        try:
+            yield from self._events(body)
+        except TooLong:
+            del body["max_tokens"]
+            yield from self._events(body)
+
+    def _events(self, body: Json) -> Iterator[Json]:
+        with closing(self._server.events("/v1/chat/completions", body)) as chunks:
+            yield from chunks
 
 
 class _Heard:

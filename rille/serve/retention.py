@@ -8,16 +8,26 @@ Positions are rounded down to the hash unit u.
     turn end          one that moves along with the reply; the last boundary before its end stays
     forks             where this prompt leaves what was seen before: at the second sighting (Marconi, arXiv 2411.19379)
     intervals         every so many tokens of a long prompt
-    exact ends        not rounded: L-1 of a prompt, for the same one again, where a reply ended, for the next turn, and
-                      where prompts part
+    exact ends        not rounded: L-1 of a prompt, for the same one again, where a reply ended, for the next turn,
+                      marks, and where prompts part
 
-Source: Kimi K3 report section 5.4.
+Source: Kimi K3 report section 5.4, whose hash unit is 512.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+SMALLEST_UNIT, LARGEST_UNIT = 64, 512
+
+
+def unit_for(page_tokens: int, groups: int) -> int:
+    """The hash unit where none is asked for: a power of two. What is shorter than a unit leaves no checkpoint, and one
+    behind a single unit takes as much memory as 16 to 32 units of latents, unless the state is lighter or heavier than
+    the limits allow. page_tokens: latents to a page; groups: pages of one state."""
+    worth = page_tokens * groups // 16
+    return min(LARGEST_UNIT, max(SMALLEST_UNIT, 1 << max(worth, 1).bit_length() - 1))
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,7 @@ class Retention:
         if self.prompt_end:
             wanted |= {(length - 1) // unit * unit, length // unit * unit}
         if self.marks:
-            wanted |= {mark // unit * unit for mark in marks}
+            wanted |= {mark if self.exact and mark > unit else mark // unit * unit for mark in marks}
         if self.forks:
             wanted.add(fork if self.exact else fork // unit * unit)
         if self.exact and self.prompt_end and length > unit:

@@ -95,8 +95,9 @@ class Screen:
 
     def _finish(self, event: Finished) -> None:
         self._finish_line()
-        if event.reason == "limit":
-            self.note(f"stopped after {event.new:,} tokens (--max-new-tokens)")
+        if event.reason != "end":
+            why = " (--max-new-tokens)" if event.reason == "limit" else ""
+            self.note(f"stopped after {event.new:,} tokens{why}")
         if event.faults:
             self.note(f"the reply broke the chat format ({len(event.faults)}): {shorten(event.faults[0], 200)}")
         if event.faults and not event.reply.complete and not self._has_warned:

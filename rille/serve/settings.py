@@ -25,8 +25,9 @@ class EngineConfig:
     num_pages: int | None = None
     """The same in pages, instead of memory_gib."""
 
-    hash_unit: int = 512
-    """Prefixes are found again at multiples of this, itself a multiple of 64."""
+    hash_unit: int | None = None
+    """Prefixes are found again at multiples of this, itself a multiple of 64.
+    By default 64 to 512, by how much a state of the model takes beside latents: the larger, the fewer are kept."""
 
     checkpoint_interval: int = 32_768
     """Keep the KDA state of a long prompt every so many tokens (a multiple of hash_unit, 0: never).
@@ -50,8 +51,8 @@ class EngineConfig:
     token_budget: int = 2_048
     """Tokens of one step, prompts and replies together."""
 
-    max_length: int = 1 << 20
-    """Tokens that one sequence may come to, prompt and reply."""
+    max_length: int | None = None
+    """Tokens that one sequence may come to, prompt and reply; by default as many as the checkpoint was made for."""
 
     preemption: Literal["recompute", "offload"] = "recompute"
     """What happens to sequences when memory is short: computed again later, or copied to host memory (host_gib)."""
@@ -84,8 +85,9 @@ class EngineConfig:
     """Fill free memory with NaN between steps, to find what reads it. Slow."""
 
     def __post_init__(self):
-        if self.hash_unit < 64 or self.hash_unit % 64:
+        if self.hash_unit is not None and (self.hash_unit < 64 or self.hash_unit % 64):
             raise ValueError(f"hash_unit is {self.hash_unit}; it must be a multiple of 64")
+        check_max_length(self.max_length)
         if self.deterministic and self.drafter != "none":
             raise ValueError(f"deterministic goes without a drafter, but drafter is {self.drafter!r}; set it to none")
         if self.preemption == "offload" and not self.host_gib:
@@ -99,3 +101,9 @@ class EngineConfig:
                 raise ValueError(f"{name} is {value}; it must be above 0")
         if self.host_gib < 0:
             raise ValueError(f"host_gib is {self.host_gib}; it must not be negative")
+
+
+def check_max_length(max_length: int | None) -> None:
+    """Raise ValueError where no prompt could have a reply."""
+    if max_length is not None and max_length < 2:
+        raise ValueError(f"max_length is {max_length}; it must be at least 2, a token to read and one to write")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 from rille.serve.config import ChatConfig
-from rille.serve.dialogue import ChatEvent, Dialogue, Finished
+from rille.serve.dialogue import Dialogue, Finished, full
 from rille.serve.remote import RemoteDialogue, is_url
 from rille.serve.screen import Screen
 from rille.serve.tools import Toolbox, load_tools
@@ -47,7 +47,7 @@ def open_dialogue(config: ChatConfig, toolbox: Toolbox | None) -> tuple[Dialogue
     """A conversation with a checkpoint or with a server, and a line about it."""
     if is_url(config.checkpoint):
         remote = RemoteDialogue(config, toolbox)
-        return remote, f"{config.checkpoint}: {remote.model}, at most {remote.max_positions:,} tokens"
+        return remote, f"{config.checkpoint}: {remote.model}, at most {remote.longest:,} tokens"
     from rille.serve.chat import open_conversation
 
     return open_conversation(config, toolbox)
@@ -58,7 +58,7 @@ class Terminal:
 
     def __init__(self, conversation: Dialogue, screen: Screen):
         self.conversation, self.screen = conversation, screen
-        self.is_open, self.is_long = True, False
+        self.is_open = True
 
     def run(self, interactive: bool) -> None:
         """Take lines until the input ends or `/quit`. Raises ValueError or OSError for a fault in lines from a pipe."""
@@ -103,18 +103,12 @@ class Terminal:
             with closing(self.conversation.say(text)) as events:
                 for event in events:
                     self.screen.show(event)
-                    self.warn_of_length(event)
+                    if isinstance(event, Finished) and event.reason == "full":
+                        self.screen.note(f"the conversation is full; {full(self.conversation.longest)}")
         except KeyboardInterrupt:
             if not self.screen.interactive:
                 raise
             self.screen.break_off()
-
-    def warn_of_length(self, event: ChatEvent) -> None:
-        """Say once that the conversation has outgrown what the checkpoint was made for; the model goes on."""
-        limit = self.conversation.max_positions
-        if isinstance(event, Finished) and not self.is_long and event.kept + event.read + event.new > limit:
-            self.is_long = True
-            self.screen.note(f"the conversation is longer than the {limit:,} tokens that this checkpoint was made for")
 
     def obey(self, line: str) -> None:
         name, _, argument = line[1:].partition(" ")

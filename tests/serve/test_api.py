@@ -24,7 +24,7 @@ CHAT = "/v1/chat/completions"
 @pytest.mark.parametrize(
     ("error", "status", "kind", "seconds"),
     [
-        (TooLarge("9,000 tokens, and the memory holds 640"), 413, "request_too_large", None),
+        (TooLarge("9,000 tokens, and the memory holds 640"), 400, "invalid_request_error", None),
         (QueueFull("100 wait", retry_after_s=2.2), 429, "rate_limit_error", "3"),
         (QueueFull("100 wait"), 429, "rate_limit_error", "1"),
         (Unavailable("shutting down"), 503, "overloaded_error", "1"),
@@ -60,7 +60,7 @@ def test_b12_too_long_is_refused_before_anything_is_computed(server):
     before = len(server.engine.requests)
     for body in ({"max_tokens": MAX_LENGTH}, {"messages": [{"role": "user", "content": "word " * 2 * MAX_LENGTH}]}):
         status, answer, _ = server.post(CHAT, {"messages": [USER], **body})
-        assert status == 413 and answer["error"]["code"] == "context_length_exceeded"
+        assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
         assert f"{MAX_LENGTH:,}" in answer["error"]["message"]
     assert len(server.engine.requests) == before
 

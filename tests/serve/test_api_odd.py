@@ -196,10 +196,10 @@ def test_anything_anywhere():
                 every = [json.loads(one.partition("\n")[0]) for one in events if not one.startswith("[DONE]")]
                 assert not any(one.get("error") for one in every), where
                 continue
-            assert status in (400, 404, 413), where
+            assert status in (400, 404), where
             message = json.loads(text)["error"]["message"]
             assert message and "\n" not in message and len(message) < 1100 and "Traceback" not in message, where
-    assert {200, 400, 404, 413} == statuses
+    assert {200, 400, 404} == statuses
 
 
 @pytest.mark.parametrize(

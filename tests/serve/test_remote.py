@@ -46,7 +46,7 @@ def test_a_turn_streams_and_is_remembered(server, tokenizer):
     last = events[-1]
     assert isinstance(last, Finished) and last.reason == "end" and last.new == len(ids)
     assert (last.kept, last.read) == (9, len(server.request.prompt) - 9)
-    assert "Be brief." in server.prompt() and chat.max_positions == 4000 and chat.model == "tiny"
+    assert "Be brief." in server.prompt() and chat.longest == 4000 and chat.model == "tiny"
 
 
 def test_tools_are_carried_out_here(server, tokenizer):

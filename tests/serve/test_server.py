@@ -123,7 +123,7 @@ def test_d7_two_grammars_in_one_batch(server):
 
 
 def test_a_signal_ends_streams_and_the_process(checkpoint):
-    server = Process(checkpoint)
+    server = Process(checkpoint, "--engine.max-length", "30000")
     stream = ask(server, "on and on", stream=True, max_tokens=20_000, extra_body={"ignore_eos": True})
     next(iter(stream))
     ends = []

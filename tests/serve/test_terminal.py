@@ -69,14 +69,6 @@ def test_limits_and_faults_are_said(tokenizer, capsys):
     assert "broke the chat format (3): special token <|end_of_text|>" in err and "only trained on plain text" in err
 
 
-def test_a_long_conversation_is_said_once(tokenizer, capsys):
-    talk = terminal(tokenizer, *[{"content": "ok"}] * 3)
-    talk.conversation._model.config.max_positions = 400
-    for _ in range(3):
-        talk.take("hi")
-    assert capsys.readouterr().err.count("longer than the 400 tokens") == 1
-
-
 def test_commands(tokenizer, tmp_path, capsys):
     talk = terminal(tokenizer, {"content": "ok"}, {"content": "fine"})
     for line in ("hi", "/effort low", "/thinking off", "/thinking on", "/system Be brief.", "/system", "/help"):
