@@ -35,10 +35,10 @@ def no_tap(name: str, tensor: Tensor) -> Tensor:
 
 
 class LayerMemory(Protocol):
-    """What a layer asks of the memory of a batch: its pools with the slots of the batch's sequences, and (KDA) whether
-    its projected inputs are to be remembered, so that tokens can be taken back. verify: the output [N, H V] of a layer
-    whose tokens may be taken back, or that leaves states on its way, if this memory computes it itself.
-    `rille.model.memory.Memory` is one; an engine has others, over pages."""
+    """What a layer asks of the memory of a batch: its pools with the slots of the batch's sequences, (KDA) the places
+    on their way at which other slots receive states and tails, and whether its projected inputs are to be remembered,
+    so that tokens can be taken back. verify: the output [N, H V] of a layer whose tokens may be taken back, if this
+    memory computes it itself. `rille.model.memory.Memory` is one; an engine has others, over pages."""
 
     def state(self, layer: int) -> PooledState: ...
     def tail(self, layer: int) -> PooledTail: ...

@@ -68,7 +68,7 @@ class KDA(nn.Module):
         layer = DecodeLayer(self.qkv_conv, decay, self.out_norm, self.eps)
         if ctx.memory is not None and (verified := ctx.memory.verify(self.layer, inputs, layer)) is not None:
             return verified
-        if isinstance(state, PooledState) and isinstance(tail, PooledTail) and one_launch(inputs, layer, ctx):
+        if isinstance(state, PooledState) and isinstance(tail, PooledTail) and one_launch(inputs, layer, state, ctx):
             return kda_decode(inputs, layer, Pools(state.pool, tail.pool), state.slots)
         return self._composed(inputs, decay, state, tail, ctx)
 
@@ -101,10 +101,10 @@ class KDA(nn.Module):
         return Projected(qkv_NC, linear(z_NK, self.decay_up), b_NH, gate_NV)
 
 
-def one_launch(inputs: Projected, layer: DecodeLayer, ctx: Context) -> bool:
-    """Whether this batch is one token of every sequence that nobody looks into or differentiates, and the kernel for
-    that runs here."""
-    if ctx.tap is not no_tap or any(n != 1 for n in ctx.packing.lengths):
+def one_launch(inputs: Projected, layer: DecodeLayer, state: PooledState, ctx: Context) -> bool:
+    """Whether this batch is one token of every sequence that nobody looks into, keeps another state of or
+    differentiates, and the kernel for that runs here."""
+    if state.keeps or ctx.tap is not no_tap or any(n != 1 for n in ctx.packing.lengths):
         return False
     if torch.is_grad_enabled() and (inputs.qkv.requires_grad or layer.conv_weight.requires_grad):
         return False

@@ -12,17 +12,14 @@ Suffixes: S sequences, G groups of KDA layers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from rille.model.config import K3Config
-from rille.ops.conv import PooledTail, short_conv
-from rille.ops.kda import DecodeLayer, PooledState, Projected, kda
+from rille.ops.conv import PooledTail, TailPlaces
+from rille.ops.kda import DecodeLayer, Places, PooledState, Projected
 from rille.ops.mla import LatentCache
-from rille.ops.norm import gated_rms_norm
 from rille.packing import Packing, moved
 from rille.serve.pages import Copy, PageLayout
 
@@ -45,7 +42,7 @@ class Pages:
     def __init__(
         self, c: K3Config, num_pages: int, dtype: torch.dtype, device: torch.device | str, *, poison: bool = False
     ) -> None:
-        self.layout = layout_of(c, dtype)
+        self.layout, self.conv_width = layout_of(c, dtype), c.conv_width
         self.bytes = torch.empty(num_pages, self.layout.page_bytes, dtype=torch.uint8, device=device)
         if poison:
             self.bytes.fill_(POISON)
@@ -134,21 +131,9 @@ class Batch:
         """Drafts run on copies of the states here, as tokens do."""
 
 
-@dataclass(frozen=True, eq=False)
-class Stretch:
-    """Tokens of some sequences of a batch, up to the next place of each where its state is kept, or to its end. rows:
-    which ones; they are gathered, so that kernels find each stretch where it begins. slots: pages of the states, by
-    group; kept: of those to copy, with the pages that keep them."""
-
-    rows: Tensor
-    packing: Packing
-    slots: list[Tensor]
-    kept: list[tuple[Tensor, Tensor]]
-
-
 class Saving(Batch):
-    """A batch whose KDA layers leave states on the way: each runs one stretch after another, as if those were steps.
-    saves: of each sequence tokens from the start of this batch, rising, and the pages that keep the state there."""
+    """A batch whose KDA layers leave states and tails on their way. saves: of each sequence tokens from the start of
+    this batch, rising, and the pages that keep the state there, by group."""
 
     def __init__(
         self,
@@ -160,47 +145,17 @@ class Saving(Batch):
         saves: Sequence[Sequence[tuple[int, Sequence[int]]]],
     ) -> None:
         super().__init__(pages, tables, states, rows)
-        starts = np.cumsum([0, *packing.lengths[:-1]])
-        ends = [[*(at for at, _ in some), n] for some, n in zip(saves, packing.lengths, strict=True)]
-        self._stretches: list[Stretch] = []
-        for turn in range(max(map(len, ends))):
-            runs = [s for s, some in enumerate(ends) if turn < len(some)]
-            first = [ends[s][turn - 1] if turn else 0 for s in runs]
-            lengths = [ends[s][turn] - at for s, at in zip(runs, first, strict=True)]
-            ids = np.concatenate([np.arange(n) + starts[s] + at for s, at, n in zip(runs, first, lengths, strict=True)])
-            consumed = [packing.consumed[s] + at for s, at in zip(runs, first, strict=True)]
-            copies = [(states[s], saves[s][turn][1]) for s in runs if turn < len(saves[s])]
-            self._stretches.append(
-                Stretch(
-                    moved(torch.from_numpy(ids), pages.device),
-                    Packing.of(lengths, consumed, pages.device),
-                    self._by_group([states[s] for s in runs]),
-                    list(zip(*(self._by_group(some) for some in zip(*copies, strict=True)), strict=True)),
-                )
-            )
+        stops = [[at for at, _ in some] for some in saves]
+        kept = torch.tensor([targets for some in saves for _, targets in some], dtype=torch.int64)
+        self._kept = list(moved(kept.T.contiguous(), pages.device))
+        places = Places.of(packing, stops)
+        self._at = [places.at(*slots) for slots in zip(self._slots, self._kept, strict=True)]
+        self._tail_places = TailPlaces.of(packing, stops, pages.conv_width)
 
-    def _by_group(self, pages: Sequence[Sequence[int]]) -> list[Tensor]:
-        return list(moved(torch.tensor(pages, dtype=torch.int64).T.contiguous(), self._pages.device))
+    def state(self, layer: int) -> PooledState:
+        group = self._pages.group_of[layer]
+        return PooledState(self._pages.states[layer], self._slots[group], *self._at[group])
 
-    def verify(self, layer: int, inputs: Projected, weights: DecodeLayer) -> Tensor:
-        states, tails, group = self._pages.states[layer], self._pages.tails[layer], self._pages.group_of[layer]
-        y_NV = torch.empty_like(inputs.gate)
-        for some in self._stretches:
-            slots_S = some.slots[group]
-            rows = Projected(*(x[some.rows] for x in (inputs.qkv, inputs.z, inputs.b, inputs.gate)))
-            memory = PooledState(states, slots_S), PooledTail(tails, slots_S)
-            y_NV[some.rows] = _layer(rows, weights, some.packing, *memory)
-            if some.kept:
-                sources, targets = some.kept[group]
-                states[targets], tails[targets] = states[sources], tails[sources]
-        return y_NV
-
-
-def _layer(i: Projected, weights: DecodeLayer, packing: Packing, state: PooledState, tail: PooledTail) -> Tensor:
-    """What a KDA layer does between its projections [N, H V], op by op as in `rille.model.kda`."""
-    heads = i.b.shape[1]
-    y_NC, _ = short_conv(i.qkv, weights.conv_weight, packing, tail)
-    q_NHK, k_NHK, v_NHV = (x.unflatten(-1, (heads, -1)) for x in y_NC.chunk(3, dim=-1))
-    z_NHK, gate_NHV = (x.unflatten(-1, (heads, -1)) for x in (i.z, i.gate))
-    o_NHV, _ = kda(q_NHK, k_NHK, v_NHV, z_NHK, i.b, weights.gate, packing, state)
-    return gated_rms_norm(o_NHV, gate_NHV, weights.norm_weight, weights.eps).flatten(1)
+    def tail(self, layer: int) -> PooledTail:
+        group = self._pages.group_of[layer]
+        return PooledTail(self._pages.tails[layer], self._slots[group], self._tail_places, self._kept[group])

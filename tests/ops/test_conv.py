@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rille.ops.conv import PooledTail, short_conv
+from rille.ops.conv import PooledTail, TailPlaces, short_conv
 from rille.packing import Packing
 
 C = 5
@@ -91,6 +91,30 @@ def test_pooled_tails_are_read_and_written_in_place() -> None:
     assert buffer.isnan().all()
 
 
+@pytest.mark.parametrize("W", WIDTHS)
+def test_tails_on_the_way(W: int) -> None:
+    """Those of calls that end there, bit for bit, also where they are in part the old one; nothing else changes."""
+    lengths, places = (0, 1, 2, 17, 64), [[], [1], [1, 2], [1, 2, 3, 4, 9, 16, 17], [5, 63]]
+    slots, kept = torch.tensor([8, 1, 20, 0, 5]), torch.tensor([19, 2, 7, 9, 3, 4, 10, 11, 12, 13, 15, 18])
+    (x, weight, tail), packing = draw(lengths, W), Packing.of(lengths)
+    buffer = torch.full((21, 2, W - 1, C), torch.nan, dtype=torch.float64)
+    pool = buffer[:, 1]
+    pool[slots] = tail
+    where = TailPlaces.of(packing, places, W)
+    y, nothing = short_conv(x, weight, packing, PooledTail(pool, slots, where, kept))
+    want, final = short_conv(x, weight, packing, tail)
+    assert nothing is None and torch.equal(y, want) and torch.equal(pool[slots], final)
+    rows = x.split(lengths)
+    ends = [
+        short_conv(rows[s][:tokens], weight, Packing.of([tokens]), tail[s : s + 1])[1]
+        for s, some in enumerate(places)
+        for tokens in some
+    ]
+    assert torch.equal(pool[kept], torch.cat(ends))
+    pool[torch.cat([slots, kept])] = torch.nan
+    assert buffer.isnan().all()
+
+
 def test_nan_stays_in_its_sequence() -> None:
     lengths = (2, 3, 0, 1, 5, 4)
     packing, sick = Packing.of(lengths), torch.tensor([0, 2, 4])
@@ -135,3 +159,10 @@ def test_mistakes_are_named() -> None:
         short_conv(x, weight[:, :0], packing)
     with pytest.raises(ValueError, match=r"slots \[2, 2\] name one slot twice"):
         PooledTail(tail, torch.tensor([2, 2]))
+    with pytest.raises(ValueError, match=r"conv tails: \[4\] of sequence 0 must lie in 1\.\.3"):
+        TailPlaces.of(packing, [[4], []], 4)
+    pool, places = torch.zeros(4, 3, C).double(), TailPlaces.of(packing, [[1], [2]], 4)
+    with pytest.raises(ValueError, match=r"slots \[0, 1, 2, 1\] name one slot twice"):
+        PooledTail(pool, torch.tensor([0, 1]), places, torch.tensor([2, 1]))
+    with pytest.raises(ValueError, match=r"tail.kept has shape \(1,\), expected \(2,\)"):
+        short_conv(x, weight, packing, PooledTail(pool, torch.tensor([0, 1]), places, torch.tensor([2])))

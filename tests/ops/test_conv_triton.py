@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rille.ops.conv import PooledTail, choose_backend, short_conv
+from rille.ops.conv import PooledTail, TailPlaces, choose_backend, short_conv
 from rille.packing import Packing
 
 pytest.importorskip("triton")
@@ -85,6 +85,21 @@ def test_pool_in_place():
     want, _ = short_conv(x, weight, packing, PooledTail(pools[1], slots), backend="reference")
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(pools[0], pools[1], rtol=0, atol=0, equal_nan=True)
+
+
+def test_tails_on_the_way():
+    """Kept before the kernels move the old ones on."""
+    packing, x, weight, tail = make([1, 0, 40, 2], dtype=torch.bfloat16, requires_grad=False)
+    slots, kept = torch.tensor([3, 0, 8, 5], device=DEVICE), torch.tensor([1, 7, 2, 6, 4], device=DEVICE)
+    pools = [torch.full((9, 3, 24), float("nan"), dtype=x.dtype, device=DEVICE) for _ in range(2)]
+    places, outputs = TailPlaces.of(packing, [[1], [], [1, 16, 40], [1]], 4), []
+    for name, pool in zip(("triton", "reference"), pools, strict=True):
+        pool[slots] = tail
+        outputs.append(short_conv(x, weight, packing, PooledTail(pool, slots, places, kept), backend=name)[0])
+    torch.testing.assert_close(*outputs)
+    torch.testing.assert_close(*pools, rtol=0, atol=0)
+    want = [torch.cat([tail[0], x[:1]]), torch.cat([tail[2], x[1:2]]), x[:17], x[:41], torch.cat([tail[3], x[41:42]])]
+    assert torch.equal(pools[0][kept], torch.stack([rows[-3:] for rows in want]))
 
 
 def test_pool_with_a_gradient():

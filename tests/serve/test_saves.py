@@ -5,10 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rille.model.context import Context
 from rille.model.model import new_model
 from rille.model.presets import preset
+from rille.packing import Packing
 from rille.serve.audit import audit_scheduler
 from rille.serve.engine import Engine
+from rille.serve.paged import Batch, Pages, Saving
 from rille.serve.scheduler import Scheduler
 from rille.serve.schema import Request, SamplingParams
 from tests.serve.test_engine import prompt
@@ -29,6 +32,10 @@ def in_pieces(monkeypatch):
     monkeypatch.setattr(Scheduler, "_chunk", until_the_next)
 
 
+def pools_of(pages):
+    return [(layer, pool) for kind in (pages.states, pages.tails) for layer, pool in kind.items()]
+
+
 def serve(model, params=GREEDY, **settings):
     """Replies to prompts that come together, with marks, and to others that go on from each of their checkpoints."""
     served = Engine(model, num_pages=200, hash_unit=64, checkpoint_interval=128, **settings)
@@ -38,9 +45,8 @@ def serve(model, params=GREEDY, **settings):
     results = [list(handle) for handle in handles]
     steps = served.stats().steps
     states, pages = dict(served.scheduler.cache.store._states), served.pages
-    pools = [(layer, pool) for kind in (pages.states, pages.tails) for layer, pool in kind.items()]
     kept = {
-        key: [pool[entry.pages[pages.group_of[layer]]].clone() for layer, pool in pools]
+        key: [pool[entry.pages[pages.group_of[layer]]].clone() for layer, pool in pools_of(pages)]
         for key, entry in states.items()
     }
     places = sorted({entry.position for entry in states.values()})
@@ -71,16 +77,62 @@ def test_the_same_replies_and_the_same_states(monkeypatch, settings):
     assert steps < more
 
 
+def forward(model, pages, tables, states, ids, consumed, saves=None):
+    """Hidden states of the next tokens of some sequences; saves as in `Saving`."""
+    packing = Packing.of([len(some) for some in ids], consumed)
+    batch = Batch(pages, tables, states)
+    if saves is not None:
+        batch = Saving(pages, tables, states, None, packing, saves)
+    with torch.inference_mode():
+        return model(torch.tensor(sum(ids, [])), Context(packing, batch))
+
+
+@pytest.mark.parametrize("count", [150, 700])
+def test_a_forward_leaves_states_and_changes_nothing_else(count):
+    """Parts that begin anywhere, one token among them; `count` says which form of the recurrence is chosen."""
+    model = new_model(MODEL.replace(init_std=0.2), seed=3)
+    pages = Pages(MODEL, 60, torch.float32, "cpu", poison=True)
+    G, rows, free = pages.layout.groups, pages.layout.page_tokens, iter(range(60))
+    lengths, consumed = [count, 1, 70, 65], [37, 100, 0, 64]
+    tables = [[next(free) for _ in range(-(-(a + b) // rows))] for a, b in zip(consumed, lengths, strict=True)]
+    states = [[next(free) for _ in range(G)] for _ in lengths]
+    pages.clear(sum(states, []))
+    before, ids = ([prompt(n, seed=s + n) for s, n in enumerate(some)] for some in (consumed, lengths))
+    forward(model, pages, tables, states, before, [0] * 4)
+    begun = pages.bytes.clone()
+
+    hidden = forward(model, pages, tables, states, ids, consumed)
+    plain = pages.bytes.clone()
+    pages.bytes.copy_(begun)
+    places = [[1, 2, 64, 91, 128, count - 1], [], [5, 69], [64]]
+    saves = [[(place, [next(free) for _ in range(G)]) for place in some] for some in places]
+    assert torch.equal(forward(model, pages, tables, states, ids, consumed, saves), hidden)
+    kept = pages.bytes.clone()
+    used = [page for some in saves for _, targets in some for page in targets]
+    others = [page for page in range(60) if page not in used]
+    assert torch.equal(kept[others], plain[others])
+
+    for s, some in enumerate(saves):
+        for place, targets in some:
+            pages.bytes.copy_(begun)
+            forward(model, pages, [tables[s]], [states[s]], [ids[s][:place]], [consumed[s]])
+            want = [pool[states[s][pages.group_of[layer]]].clone() for layer, pool in pools_of(pages)]
+            pages.bytes.copy_(kept)
+            for (layer, pool), state in zip(pools_of(pages), want, strict=True):
+                torch.testing.assert_close(pool[targets[pages.group_of[layer]]], state, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.gpu
-def test_the_same_on_a_gpu(monkeypatch):
+@pytest.mark.parametrize("settings", [{}, {"token_budget": 90, "poison": True}])
+def test_the_same_on_a_gpu(monkeypatch, settings):
     """bf16, kernels. All experts are reached: where few are chosen of many, rounding chooses others. One token each: a
     second one would follow the first, which rounding may turn where two words are nearly as likely, and checkpoints of
     a reply are named by its tokens."""
     model = new_model(preset("nano").replace(num_experts=6, init_std=0.1), dtype=torch.bfloat16, device="cuda", seed=1)
     one = replace(GREEDY, max_tokens=1)
-    results, steps, kept = serve(model, one)
+    results, steps, kept = serve(model, one, **settings)
     in_pieces(monkeypatch)
-    want, more, states = serve(model, one)
+    want, more, states = serve(model, one, **settings)
     assert kept.keys() == states.keys() and len(kept) > 8 and steps < more
     for key, layers in kept.items():
         for mine, theirs in zip(layers, states[key], strict=True):

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from rille.ops.conv import reference
-from rille.ops.conv.arguments import PooledTail, check
+from rille.ops.conv.arguments import PooledTail, TailPlaces, check
 from rille.packing import Packing
 
-__all__ = ["PooledTail", "choose_backend", "short_conv"]
+__all__ = ["PooledTail", "TailPlaces", "choose_backend", "short_conv"]
 
 HAS_TRITON = find_spec("triton") is not None  # asked once: torch.compile cannot trace the question
 BACKENDS = ("triton", "reference")
@@ -33,8 +33,8 @@ def short_conv(
 
     x [N, C]. weight fp32 [C, W], W >= 1: weight[:, W-1] meets the current token. tail: the W-1 raw inputs before each
     sequence's first row, oldest first, zeros where there were fewer: zeros (None), a differentiable tensor [S, W-1, C],
-    or a `PooledTail`, which is read and overwritten in place whatever the packing's history says. backend: "triton" or
-    "reference"; by default what `choose_backend` says.
+    or a `PooledTail`, which is read and overwritten in place whatever the packing's history says, and takes tails from
+    the way through the batch (`TailPlaces`). backend: "triton" or "reference"; by default what `choose_backend` says.
 
     Returns y [N, C] in x's dtype and the last W-1 raw inputs of each sequence [S, W-1, C] (rows of the old tail stay
     where the batch brings fewer than W-1), or None with a pool. Computes in fp32, float64 if x is. The gradient is
@@ -44,6 +44,7 @@ def short_conv(
     check(x_NC, weight_CW, packing, tail)
     if not isinstance(tail, PooledTail):
         return apply(x_NC, weight_CW, packing, tail, settle(backend, x_NC, weight_CW))
+    tail.keep(x_NC)
     name, wants_gradient = settle(backend, x_NC, weight_CW), x_NC.requires_grad or weight_CW.requires_grad
     if name == "triton" and not (torch.is_grad_enabled() and wants_gradient):
         from rille.ops.conv import launch

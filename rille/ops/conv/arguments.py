@@ -1,15 +1,19 @@
 """What `short_conv` is called with: the pool of tails, and the checks on shapes.
 
-Suffixes: N packed tokens, S sequences, C channels, W taps, P = W - 1 inputs before the current one.
+Suffixes: N packed tokens, S sequences, T tails that are kept, C channels, W taps, P = W - 1 inputs before the current
+one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from rille.packing import Packing
+from rille.packing import Packing, moved
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,15 +21,55 @@ class PooledTail:
     """Tails that live in a pool, read and overwritten in place; no gradient passes through a pool.
 
     pool [slots, W-1, C], oldest input first; axis 0 may have any stride. slots int64 [S]: where each sequence's tail
-    lies. Slots of one batch differ; that is checked where it costs no wait, on the CPU.
+    lies. Slots of one batch differ; that is checked where it costs no wait, on the CPU. places, kept int64 [T], if
+    given: where sequences leave tails on their way, and the slots that receive them, in the order of sequences and
+    places.
     """
 
     pool: Tensor
     slots: Tensor
+    places: TailPlaces | None = None
+    kept: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.slots.device.type == "cpu" and self.slots.unique().numel() != self.slots.numel():
-            raise ValueError(f"conv tail: slots {self.slots.tolist()} name one slot twice; each sequence needs its own")
+        slots = self.slots if self.kept is None else torch.cat([self.slots, self.kept])
+        if slots.device.type == "cpu" and slots.unique().numel() != slots.numel():
+            raise ValueError(f"conv tail: slots {slots.tolist()} name one slot twice; each sequence needs its own")
+
+    def keep(self, x_NC: Tensor) -> None:
+        """Write the tails of all places; they need the old ones, which the convolution then moves on."""
+        if self.places is None or self.kept is None:
+            return
+        rows_TP = self.places.rows
+        new_TPC = x_NC.detach()[rows_TP.clamp(min=0)].to(self.pool.dtype)
+        old_TPC = self.pool[self.slots[self.places.sequences, None], rows_TP.clamp(max=-1)]
+        self.pool[self.kept] = torch.where(rows_TP[..., None] < 0, old_TPC, new_TPC)
+
+
+@dataclass(frozen=True, eq=False)
+class TailPlaces:
+    """Where the sequences of a batch leave tails, whatever the slots: made once a batch, for the pools of all layers.
+
+    rows int64 [T, P]: the inputs before each place, as tokens of the batch; where the batch has fewer of the sequence,
+    rows of its old tail, counted from its end: -1 is the newest. sequences int64 [T].
+    """
+
+    rows: Tensor
+    sequences: Tensor
+
+    @classmethod
+    def of(cls, packing: Packing, places: Sequence[Sequence[int]], W: int) -> TailPlaces:
+        """places: for each sequence after how many of its tokens in this batch a tail is kept. Raises ValueError for
+        places outside of the sequence."""
+        for s, (some, length) in enumerate(zip(places, packing.lengths, strict=True)):
+            if not all(0 < tokens <= length for tokens in some):
+                raise ValueError(f"conv tails: {list(some)} of sequence {s} must lie in 1..{length}")
+        sequence_T = np.repeat(np.arange(len(places)), [len(some) for some in places])
+        place_T = np.array([tokens for some in places for tokens in some], dtype=np.int64)
+        inside_TP = place_T[:, None] + np.arange(1 - W, 0)
+        start_T = np.cumsum((0, *packing.lengths))[sequence_T]
+        rows_TP = np.where(inside_TP < 0, inside_TP, start_T[:, None] + inside_TP)
+        return cls(*(moved(torch.from_numpy(x.astype(np.int64)), packing.device) for x in (rows_TP, sequence_T)))
 
 
 def check(x_NC: Tensor, weight_CW: Tensor, packing: Packing, tail: Tensor | PooledTail | None) -> None:
@@ -40,6 +84,8 @@ def check(x_NC: Tensor, weight_CW: Tensor, packing: Packing, tail: Tensor | Pool
     elif tail is not None:
         expected["tail.pool"] = (tail.pool, (tail.pool.shape[0], W - 1, C))
         expected["tail.slots"] = (tail.slots, (S,))
+        if tail.places is not None and tail.kept is not None:
+            expected["tail.kept"] = (tail.kept, tuple(tail.places.sequences.shape))
     for name, (tensor, shape) in expected.items():
         if tuple(tensor.shape) != shape:
             raise ValueError(f"short_conv: {name} has shape {tuple(tensor.shape)}, expected {shape}")

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from rille.ops.kda import chunk, reference
 from rille.ops.kda.arguments import HAS_TRITON, Gate, Kda, PooledState, State, check, with_pool
+from rille.ops.kda.checkpoints import Places, keeping
 from rille.ops.kda.decode import kda_commit, kda_decode, kda_verify
 from rille.ops.kda.decode_operands import DecodeLayer, Pools, Projected, Remembered
 from rille.ops.kda.segments import cutting
 from rille.ops.kda.transition import segment_transition
 from rille.packing import Packing
 
-__all__ = ["DecodeLayer", "Gate", "PooledState", "Pools", "Projected", "Remembered", "choose_backend", "kda"]
+__all__ = ["DecodeLayer", "Gate", "Places", "PooledState", "Pools", "Projected", "Remembered", "choose_backend", "kda"]
 __all__ += ["cutting", "kda_commit", "kda_decode", "kda_verify", "segment_transition"]
 
 
@@ -61,9 +62,9 @@ def wants_gradients(
 
 
 BACKENDS: dict[str, Kda] = {
-    "reference": with_pool(reference.kda),
-    "chunk": with_pool(chunk.kda),
-    "triton": triton_kda,
+    "reference": keeping(with_pool(reference.kda)),
+    "chunk": keeping(with_pool(chunk.kda)),
+    "triton": keeping(triton_kda),
 }
 
 # A chunk costs as much for one token as for 64: up to here the recurrence takes fewer steps than the blocked form.
@@ -116,7 +117,8 @@ def kda(
     z [N, H, K]: decay logits as projected, without dt_bias. b [N, H]: logits of the write strength, beta = sigmoid(b).
     gate: parameters of the decay.
     state: what each sequence starts from: zeros (None), a differentiable tensor [S, H, V, K], or a `PooledState`, which
-        is read and overwritten in place. It is read whatever the packing's history says: whoever owns it clears it.
+        is read and overwritten in place. It is read whatever the packing's history says: whoever owns it clears it. A
+        pool also takes states from the way through the batch (`Places`), where no gradient is wanted.
     backend: "reference" (token by token), "chunk" (blocks of 64) or "triton" (the same in kernels, for K 64 or 128 and
         V 64, 128 or 256). By default `choose_backend` says: kernels for CUDA tensors, otherwise the recurrence for
         batches of short sequences and chunks for longer ones.
@@ -130,6 +132,9 @@ def kda(
     Source: Kimi K3 report section 2.1.1; Kimi Linear report, arXiv 2510.26692.
     """
     check(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, packing, state)
+    keeps = isinstance(state, PooledState) and state.keeps
+    if keeps and wants_gradients(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, state):
+        raise ValueError("kda: states are kept on the way only where no gradient is wanted; use torch.no_grad()")
     if backend is None:
         backend, reason = choose_backend(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, packing, state)
         if q_NHK.is_cuda and backend != "triton":

@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rille.packing import Packing
 
 HAS_TRITON = find_spec("triton") is not None  # asked once: torch.compile cannot trace the question
+CHUNK = 64  # tokens that the blocked forms take at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,26 +42,54 @@ class Gate:
 
 
 @dataclass(frozen=True, eq=False)
+class Between:
+    """Places inside chunks at which states are kept (`checkpoints.py`).
+
+    rows int64 [R], packing: the tokens from a chunk's beginning to each place. bases int64 [Q]: slots with the state at
+    that beginning, once the pass is over. slots int64 [Q]: those that receive the state at the place. sources, targets
+    int64 [B]: what is copied before the pass, since it moves the sources on.
+    """
+
+    rows: Tensor
+    packing: Packing
+    bases: Tensor
+    slots: Tensor
+    sources: Tensor
+    targets: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class PooledState:
     """States that live in a pool, read and overwritten in place; no gradient passes through a pool.
 
     pool [slots, H, V, K], fp32 as a rule; axis 0 may have any stride. slots int64 [S]: where each sequence's state
     lies. Slots of one batch differ: two sequences with one slot would overwrite each other. That is checked where it
     costs no wait, on the CPU. checkpoints int64 [M], if given: for each chunk of `packing.chunks(64)` the slot that
-    receives the state after it, -1 for none.
+    receives the state after it, -1 for none. between: states that are kept inside chunks; `Places` makes both.
     """
 
     pool: Tensor
     slots: Tensor
     checkpoints: Tensor | None = None
+    between: Between | None = None
 
     def __post_init__(self) -> None:
         if self.slots.device.type == "cpu" and self.slots.unique().numel() != self.slots.numel():
             raise ValueError(f"kda state: slots {self.slots.tolist()} name one slot twice; each sequence needs its own")
 
+    @property
+    def keeps(self) -> bool:
+        """Whether sequences leave states on their way."""
+        return self.checkpoints is not None or self.between is not None
+
 
 State = Tensor | PooledState | None
-PureKda = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Gate, Packing, Tensor | None], tuple[Tensor, Tensor]]
+End = tuple[int, int]  # of a chunk: a sequence, and after how many of its tokens
+# Third result: the states [P, H, V, K] at the ends of chunks that the last argument names.
+PureKda = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Gate, Packing, Tensor | None, Sequence[End]],
+    tuple[Tensor, Tensor, Tensor | None],
+]
 Kda = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Gate, Packing, State], tuple[Tensor, Tensor | None]]
 
 
@@ -77,29 +107,26 @@ def with_pool(pure: PureKda) -> Kda:
         state: State,
     ) -> tuple[Tensor, Tensor | None]:
         if not isinstance(state, PooledState):
-            return pure(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, packing, state)
-        initial_SHVK = state.pool.detach()[state.slots]
-        tokens = (q_NHK, k_NHK, v_NHV, z_NHK, b_NH)
-        o_NHV, final_SHVK = pure(*tokens, gate, packing, initial_SHVK)
+            return pure(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, packing, state, ())[:2]
+        asked = state.checkpoints.tolist() if state.checkpoints is not None else []
+        after = [m for m, slot in enumerate(asked) if slot >= 0]
+        initial_SHVK, ends = state.pool.detach()[state.slots], ends_of(packing, after)
+        o_NHV, final_SHVK, kept_PHVK = pure(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, packing, initial_SHVK, ends)
         with torch.no_grad():
             state.pool[state.slots] = final_SHVK.to(state.pool.dtype)
-            for m, slot in enumerate(state.checkpoints.tolist() if state.checkpoints is not None else ()):
-                if slot >= 0:
-                    state.pool[slot] = state_after(m, pure, tokens, gate, packing, initial_SHVK).to(state.pool.dtype)
+            if kept_PHVK is not None:
+                state.pool[[asked[m] for m in after]] = kept_PHVK.to(state.pool.dtype)
         return o_NHV, None
 
     return kda
 
 
-def state_after(
-    m: int, pure: PureKda, tokens: Sequence[Tensor], gate: Gate, packing: Packing, initial_SHVK: Tensor
-) -> Tensor:
-    """The state [H, V, K] after chunk m of 64 tokens: its sequence once more, up to there."""
-    s, first = int(packing.chunks(64).sequence[m]), int(packing.starts[packing.chunks(64).sequence[m]])
-    start, count = packing.chunks(64).spans[m].tolist()
-    q_NHK, k_NHK, v_NHV, z_NHK, b_NH = (x[first : start + count] for x in tokens)
-    until = Packing.of([start + count - first], device=packing.device)
-    return pure(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, until, initial_SHVK[s : s + 1])[1][0]
+def ends_of(packing: Packing, chunks: Sequence[int]) -> list[End]:
+    """Where chunks of `packing.chunks(64)` end."""
+    first = np.cumsum((0, *packing.chunks(CHUNK).per_sequence))
+    sequences = (np.searchsorted(first, chunks, side="right") - 1).tolist()
+    pairs = zip(sequences, chunks, strict=True)
+    return [(s, min((m - int(first[s]) + 1) * CHUNK, packing.lengths[s])) for s, m in pairs]
 
 
 def check(
@@ -123,7 +150,7 @@ def check(
         expected["state.pool"] = (state.pool, (state.pool.shape[0], H, V, K))
         expected["state.slots"] = (state.slots, (S,))
         if state.checkpoints is not None:
-            expected["state.checkpoints"] = (state.checkpoints, (packing.chunks(64).spans.shape[0],))
+            expected["state.checkpoints"] = (state.checkpoints, (packing.chunks(CHUNK).spans.shape[0],))
     for name, (tensor, shape) in expected.items():
         if tuple(tensor.shape) != shape:
             raise ValueError(f"kda: {name} has shape {tuple(tensor.shape)}, expected {shape}")

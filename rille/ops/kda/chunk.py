@@ -17,6 +17,7 @@ end in CC, BB or RR.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log
 from typing import Any, NamedTuple
@@ -26,11 +27,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rille.ops.kda.arguments import Gate
+from rille.ops.kda.arguments import CHUNK, End, Gate
 from rille.ops.kda.reference import compute_dtype, initial_state, log_decay, normalised, normalised_queries
 from rille.packing import Packing
 
-TILE, HALF, CHUNK = 16, 32, 64
+TILE, HALF = 16, 32
 
 # exp(80) = 2^115.4 leaves fp32 a factor of 6,000 for sums of what it multiplies.
 LARGEST_EXPONENT = 80.0
@@ -45,13 +46,14 @@ def kda(
     gate: Gate,
     packing: Packing,
     initial_SHVK: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+    ends: Sequence[End] = (),
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """The same function as `reference.kda`. Raises ValueError if 16 |lower_bound| > 80."""
     check_lower_bound(gate)
     dtype = compute_dtype(q_NHK, k_NHK, v_NHV, z_NHK, b_NH)
     state_SHVK = initial_state(initial_SHVK, packing, k_NHK, v_NHV, dtype)
     if packing.num_tokens == 0:
-        return torch.zeros_like(v_NHV), state_SHVK
+        return torch.zeros_like(v_NHV), state_SHVK, None
     schedule = schedule_chunks(packing)
     q_MHCK = schedule.gather(normalised_queries(q_NHK, dtype))
     k_MHCK = schedule.gather(normalised(k_NHK, dtype))
@@ -70,7 +72,12 @@ def kda(
         w_MHCK, t_MHCC @ v_MHCV, beta_MHC1 * k_MHCK * decay.to_end_MHCK, decay.whole_MH1K, state_SHVK, schedule
     )
     o_MHCV = (q_MHCK * decay.from_start_MHCK) @ states_MHVK.mT + a_MHCC @ u_MHCV
-    return schedule.scatter(o_MHCV).to(v_NHV.dtype), final_SHVK
+    first_S = packing.chunks(CHUNK).first
+    kept = [
+        final_SHVK[s] if tokens == packing.lengths[s] else states_MHVK[schedule.place_M[first_S[s] + tokens // CHUNK]]
+        for s, tokens in ends
+    ]
+    return schedule.scatter(o_MHCV).to(v_NHV.dtype), final_SHVK, torch.stack(kept) if kept else None
 
 
 def check_lower_bound(gate: Gate) -> None:
@@ -86,12 +93,14 @@ def check_lower_bound(gate: Gate) -> None:
 class Schedule:
     """Chunks in the order of the state pass: step by step, and within a step the longest sequence first.
 
-    rows_MC, mask_MC: as in `ChunkMap`, in this order. place_N: where token n lies in the flattened [M * C] rows.
-    longest_first_S: sequences by number of chunks. active: how many sequences have a chunk at each step, on the host.
+    rows_MC, mask_MC: as in `ChunkMap`, in this order. place_M: where chunk m of the packing lies in it. place_N: where
+    token n lies in the flattened [M * C] rows. longest_first_S: sequences by number of chunks. active: how many
+    sequences have a chunk at each step, on the host.
     """
 
     rows_MC: Tensor
     mask_MC: Tensor
+    place_M: Tensor
     place_N: Tensor
     longest_first_S: Tensor
     active: list[int]
@@ -121,9 +130,10 @@ def _scheduled(packing: Packing) -> Schedule:
 
     order_M = (chunks.order * packing.num_sequences + longest_first_S.argsort()[chunks.sequence]).argsort()
     offset_N = torch.arange(packing.num_tokens, device=packing.device) - packing.starts[packing.sequence_of]
-    chunk_N = order_M.argsort()[chunks.first[packing.sequence_of] + offset_N // CHUNK]
+    place_M = order_M.argsort()
+    chunk_N = place_M[chunks.first[packing.sequence_of] + offset_N // CHUNK]
     place_N = chunk_N * CHUNK + offset_N % CHUNK
-    return Schedule(chunks.rows[order_M], chunks.mask[order_M], place_N, longest_first_S, active)
+    return Schedule(chunks.rows[order_M], chunks.mask[order_M], place_M, place_N, longest_first_S, active)
 
 
 class TileSums(NamedTuple):

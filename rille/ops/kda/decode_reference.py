@@ -95,7 +95,8 @@ def run(
     (H, K), V = layer.gate.dt_bias.shape, layer.norm_weight.shape[0]
     x_NC, tails = conv.short_conv(qkv_NC, layer.conv_weight, packing, tails)
     q_NHK, k_NHK, v_NHV = (x.unflatten(-1, (H, -1)) for x in x_NC.split([H * K, H * K, H * V], dim=-1))
-    o_NHV, states = reference.kda(q_NHK, k_NHK, v_NHV, z_NK.unflatten(-1, (H, K)), b_NH, layer.gate, packing, states)
+    z_NHK = z_NK.unflatten(-1, (H, K))
+    o_NHV, states, _ = reference.kda(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, layer.gate, packing, states)
     gate_NHV = gate_NV.unflatten(-1, (H, V))
     y_NHV = norm.gated_rms_norm(o_NHV, gate_NHV, layer.norm_weight, layer.eps, gate_NV.dtype)
     return y_NHV.flatten(1), states, tails

@@ -8,12 +8,13 @@ What lives between them: the inputs, T in two digits and A, [M, H, 64, 64] each,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rille.ops.kda.arguments import Gate
+from rille.ops.kda.arguments import End, Gate
 from rille.ops.kda.backward import Cut, Inputs, backward
 from rille.ops.kda.forward import forward, forward_from_states, plain
 from rille.ops.kda.segments import Segments
@@ -112,9 +113,12 @@ def differentiable(
     gate: Gate,
     packing: Packing,
     initial_SHVK: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """`kda` by the kernels, differentiable in every tensor. Raises ValueError for a lower bound below -5."""
+    ends: Sequence[End],
+) -> tuple[Tensor, Tensor, None]:
+    """`kda` by the kernels, differentiable in every tensor; where gradients are wanted no states are kept on the way.
+    Raises ValueError for a lower bound below -5."""
+    assert not ends, "`kda` refuses them"
     through = None if torch.compiler.is_compiling() else Eager.apply
     result = forward(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, packing, initial_SHVK, through)
     assert result.final_SHVK is not None, "only a pool keeps the final states"
-    return result.o_NHV, result.final_SHVK
+    return result.o_NHV, result.final_SHVK, None

@@ -20,6 +20,7 @@ Suffixes: N packed tokens, S sequences, A sequences still active, H heads, K key
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import reduce
 from typing import TYPE_CHECKING
 
@@ -42,14 +43,16 @@ def kda(
     gate: Gate,
     packing: Packing,
     initial_SHVK: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """One token after another, all sequences at once; float64 throughout if an input is float64, else fp32."""
+    places: Sequence[tuple[int, int]] = (),
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """One token after another, all sequences at once; float64 throughout if an input is float64, else fp32. Third: the
+    states [P, H, V, K] at places on the way, each a sequence and after how many of its tokens; None without any."""
     dtype = compute_dtype(q_NHK, k_NHK, v_NHV, z_NHK, b_NH)
     q_NHK, k_NHK = normalised_queries(q_NHK, dtype), normalised(k_NHK, dtype)
     alpha_NHK, beta_NH = log_decay(z_NHK, gate, dtype).exp(), b_NH.to(dtype).sigmoid()
     state_SHKV = initial_state(initial_SHVK, packing, k_NHK, v_NHV, dtype).mT
 
-    rows, outputs = [], []
+    rows, outputs, kept = [], [], {}
     for step in range(packing.longest):
         active_A = torch.tensor([s for s, n in enumerate(packing.lengths) if n > step], device=v_NHV.device)
         row_A = packing.starts[active_A].long() + step
@@ -60,11 +63,13 @@ def kda(
         outputs.append(torch.einsum("ahkv,ahk->ahv", state_AHKV, q_NHK[row_A]))
         rows.append(row_A)
         state_SHKV = state_SHKV.index_copy(0, active_A, state_AHKV)
+        kept |= {place: state_SHKV[place[0]].clone() for place in places if place[1] == step + 1}
     if not rows:
-        return torch.zeros_like(v_NHV), state_SHKV.mT
+        return torch.zeros_like(v_NHV), state_SHKV.mT, None
     o_NHV = torch.empty_like(v_NHV, dtype=dtype)  # in memory as v is: sums over a head go with the layout
     o_NHV[torch.cat(rows)] = torch.cat(outputs)
-    return o_NHV.to(v_NHV.dtype), state_SHKV.mT.contiguous()
+    kept_PHVK = torch.stack([kept[place] for place in places]).mT if places else None
+    return o_NHV.to(v_NHV.dtype), state_SHKV.mT.contiguous(), kept_PHVK
 
 
 def compute_dtype(*inputs: Tensor) -> torch.dtype:
