@@ -73,9 +73,22 @@ def scan(x: Tile, axis: int, combine: Any) -> Tile:
 
 
 def asm(text: str, constraints: str, inputs: list[Tile], kind: Kind, is_pure: bool, pack: int) -> Tile:
-    known = {"ex2": torch.exp2, "rcp": torch.reciprocal, "rsqrt": torch.rsqrt}
+    known = {"ex2": torch.exp2, "rcp": torch.reciprocal, "rsqrt": torch.rsqrt, "cvt.rn.bf16x2": torch.Tensor.bfloat16}
     [function] = [known[name] for name in known if name in text]
     return Tile(function(inputs[0].value))
+
+
+def copy_or_zero(smem: Shared, pointer: Any, mask: Any = None) -> None:
+    """An asynchronous copy puts zeros where it is masked off."""
+    base.async_copy(smem, pointer, mask)
+    if mask is not None:
+        away = ~mask.value.expand(smem.shape)
+
+        def arrive() -> None:
+            smem.value[away] = 0
+
+        smem.value[away] = float("nan")
+        MACHINE.groups[-1].append(arrive)
 
 
 def kernels_of(patch: pytest.MonkeyPatch, *modules: Any) -> list[Any]:
@@ -86,6 +99,7 @@ def kernels_of(patch: pytest.MonkeyPatch, *modules: Any) -> list[Any]:
         gl = language()
         gl.inline_asm_elementwise, gl.associative_scan = asm, scan
         gl.zeros = lambda shape, kind, layout: Tile(torch.zeros(shape, dtype=kind.torch))
+        gl.max = lambda x, axis: Tile(x.value.amax(axis))
         gl.reshape, gl.DotOperandLayout = (lambda x, shape: x.reshape(shape)), base.Layout
         return gl
 
@@ -95,6 +109,8 @@ def kernels_of(patch: pytest.MonkeyPatch, *modules: Any) -> list[Any]:
         hopper |= dict(warpgroup_mma=product_of, warpgroup_mma_wait=product_wait)
         hopper["mma_v2"] = lambda left, right, sums: Tile(left.value.float() @ right.value.float() + sums.value)
         hopper["tma"].async_copy_global_to_shared = tma_in
+        ampere: Any = found["triton.experimental.gluon.language.nvidia.ampere"]
+        ampere.async_copy.async_copy_global_to_shared = copy_or_zero
         return found
 
     patch.setattr(base, "language", wider)

@@ -24,11 +24,13 @@ from torch import Tensor
 from rille.ops.kda.backward_kernels import prepare_kernel, reverse_kernel, states_kernel
 from rille.ops.kda.backward_local import local_kernel
 from rille.ops.kda.chunk import CHUNK
-from rille.ops.kda.forward import anchors
+from rille.ops.kda.forward import anchors, for_tma
 from rille.ops.kda.operands import multiprocessors, operand_type, packed_heads, types
 from rille.ops.kda.segment_launch import border_gradients
 from rille.ops.kda.segments import Segments
 from rille.ops.launching import launch, rows_of
+
+TILED = False  # the last kernel in Gluon where it can run; its Triton twin otherwise
 
 
 class Prepared(NamedTuple):
@@ -220,8 +222,13 @@ def local(
         *(x.stride(0) for x in (q_NHK, k_NHK, z_NHK, v_NHV, do_NHV)), inputs.lower_bound or 0.0, K**-0.5,
     )  # fmt: skip
     bounded = inputs.lower_bound is not None
-    shape = dict(H=H, K=K, V=V, BV=min(V, 128), BOUNDED=bounded, **types(dtype), num_warps=K // 16)
-    launch(local_kernel, M * H, arguments, **shape)
+    if TILED and bounded and K == V == 128 and all(for_tma(x) for x in (*inputs[:4], do_NHV)):
+        from rille.ops.kda.backward_local_gluon import local_tile_kernel
+
+        launch(local_tile_kernel, M * H, arguments, H=H, num_warps=8)
+    else:
+        shape = dict(H=H, K=K, V=V, BV=min(V, 128), BOUNDED=bounded, **types(dtype), num_warps=K // 16)
+        launch(local_kernel, M * H, arguments, **shape)
     dA_log = torch.zeros_like(A_log, dtype=torch.float32)
     dA_log[:H] = drate_MHK.sum((0, 2))
     return Gradients(dq_NHK, dk_NHK, dv_NHV, dz_NHK, db_NH, dA_log, dbias_MHK.sum(0), dinitial_SHVK)
