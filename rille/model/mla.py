@@ -17,9 +17,17 @@ from torch.nn.functional import linear
 
 from rille.model.allocate import Allocate, lay_together
 from rille.model.config import K3Config
-from rille.model.context import Context
+from rille.model.context import Context, WholeSequences
 from rille.ops.joint_linear import joint_linear
-from rille.ops.mla import attention, gated_attention, largest_logits, latent_attention, mixed_values
+from rille.ops.mla import (
+    absorbed_queries,
+    attention,
+    gated_attention,
+    gated_values,
+    largest_logits,
+    latent_attention,
+    store_rows,
+)
 from rille.ops.norm import rms_norm
 
 
@@ -46,17 +54,25 @@ class MLA(nn.Module):
 
     def forward(self, x_ND: Tensor, ctx: Context) -> Tensor:
         first_NC, both_NR, *gate = joint_linear(x_ND, [[w] for w in self._read_together()])
-        q_NHK = self._queries(first_NC)
-        gate_NHV = gate[0].unflatten(-1, (q_NHK.shape[1], -1)) if gate else None
-        latent_NR = ctx.shard.latents(self._latents(both_NR))
-        if ctx.memory is None:
-            o_NHV = self._expanded(q_NHK, latent_NR, gate_NHV, ctx)
-        else:
+        gate_NHV = gate[0].unflatten(-1, (-1, self.value_dim)) if gate else None
+        if any(ctx.packing.consumed) and ctx.memory is not None and isinstance(ctx.shard, WholeSequences):
             cache = ctx.memory.latents(self.layer)
-            cache.write(latent_NR, ctx.packing)
-            fresh = not any(ctx.packing.consumed)
-            o_NHV = self._expanded(q_NHK, latent_NR, gate_NHV, ctx) if fresh else self._absorbed(q_NHK, gate_NHV, ctx)
-        return linear(o_NHV.flatten(1).to(x_ND.dtype), self.out_proj)
+            low_rank = (first_NC, self.q_norm) if self.low_rank_query else ()
+            normed_NC = store_rows(both_NR, self.kv_norm, self.eps, cache, ctx.packing, *low_rank)
+            first_NC = first_NC if normed_NC is None else linear(normed_NC, self.q_up)
+            o_NHV = self._absorbed(first_NC.unflatten(-1, (-1, self.query_dim)), gate_NHV, ctx)
+        else:
+            o_NHV = self._whole(first_NC, both_NR, gate_NHV, ctx)
+        return linear(o_NHV.flatten(1), self.out_proj)
+
+    def _whole(self, first_NC: Tensor, both_NR: Tensor, gate_NHV: Tensor | None, ctx: Context) -> Tensor:
+        """The output [N, H, V] of a batch without history, or with that of other ranks."""
+        q_NHK, latent_NR = self._queries(first_NC), ctx.shard.latents(self._latents(both_NR))
+        if ctx.memory is not None:
+            ctx.memory.latents(self.layer).write(latent_NR, ctx.packing)
+            if any(ctx.packing.consumed):
+                return self._absorbed(q_NHK, gate_NHV, ctx)
+        return self._expanded(q_NHK, latent_NR, gate_NHV, ctx).to(first_NC.dtype)
 
     @property
     def query(self) -> nn.Parameter:
@@ -97,14 +113,11 @@ class MLA(nn.Module):
         return gated_attention(q_NHK, key_NHK, v_NHV, gate_NHV, ctx.packing, scale)
 
     def _absorbed(self, q_NHK: Tensor, gate_NHV: Tensor | None, ctx: Context) -> Tensor:
-        """As `_expanded`, from the cache."""
+        """As `_expanded`, from the cache, in q's dtype."""
         assert ctx.memory is not None
         rank = self.kv_norm.shape[0]
         up_HCR = self.kv_up.unflatten(0, (q_NHK.shape[1], -1))
         key_HKR, value_HVR = up_HCR.split([self.key_dim, self.value_dim], dim=1)
-        own_NHR = torch.einsum("nhk,hkr->nhr", q_NHK[..., : self.key_dim], key_HKR)
-        q_NHR = torch.cat([own_NHR, q_NHK[..., self.key_dim :]], dim=-1)
-        cache = ctx.memory.latents(self.layer)
+        q_NHR, cache = absorbed_queries(q_NHK, key_HKR), ctx.memory.latents(self.layer)
         o_NHR = latent_attention(q_NHR, cache, ctx.packing, self.query_dim**-0.5, rank)
-        o_NHV = mixed_values(o_NHR, value_HVR)
-        return o_NHV if gate_NHV is None else o_NHV * torch.sigmoid(gate_NHV.to(o_NHV.dtype))
+        return gated_values(o_NHR, value_HVR, gate_NHV, q_NHK.dtype)

@@ -1,5 +1,5 @@
-"""A forward call without gradients takes fewer launches: the values are those of the same call op by op, as it runs where
-somebody taps the tensors in between."""
+"""A forward call without gradients takes fewer launches: its values are those of the same call op by op, as it runs
+where somebody taps the tensors in between."""
 
 import pytest
 import torch

@@ -4,13 +4,14 @@ import torch
 from torch import Tensor
 
 from rille.ops.mla import choice, largest
+from rille.ops.mla.absorb import absorbed_queries, gated_values, store_rows
 from rille.ops.mla.cache import LatentCache
 from rille.ops.mla.choice import choose_backend, choose_latent_backend
 from rille.ops.mla.values import mixed_values
 from rille.packing import Packing
 
-__all__ = ["LatentCache", "attention", "choose_backend", "choose_latent_backend", "gated_attention", "largest_logits"]
-__all__ += ["latent_attention", "mixed_values"]
+__all__ = ["LatentCache", "absorbed_queries", "attention", "choose_backend", "choose_latent_backend"]
+__all__ += ["gated_attention", "gated_values", "largest_logits", "latent_attention", "mixed_values", "store_rows"]
 
 
 def attention(
