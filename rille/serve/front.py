@@ -225,7 +225,7 @@ class Turn:
     async def pieces(self) -> AsyncGenerator[Piece | Ended, None]:
         """Pieces of all choices as they come, each choice with an `Ended` of its own. Raises ApiError where the engine
         fails, or takes too long."""
-        open_choices, engine = self.num_choices, self._front.engine
+        over = set[int]()  # choices of which the engine says no more
         meter = self._front.meters.begin(self._started)
         try:
             async for batch in self._handle.batches():
@@ -234,19 +234,25 @@ class Turn:
                     if tokens and not reader.is_stopped:
                         meter.tokens(index, len(tokens))
                         yield self._piece(index, reader, tokens)
-                        if all(reader.is_stopped for reader in self._readers):
-                            engine.abort(self._handle.id)
+                        self._end_idle(over)
                     if isinstance(last := outputs[-1], Finished):
                         self._check(last, reader)
-                        open_choices -= 1
+                        over.add(index)
                         if events := reader.finish(last):
                             yield Piece(index, tuple(events), ())
                         ended = reader.ended(last)
                         meter.ended(last, ended.usage, reader.is_stopped)
                         yield ended
+                        self._end_idle(over)
         finally:
-            if open_choices:
-                engine.abort(self._handle.id)
+            if len(over) < self.num_choices:
+                self.abort()
+
+    def _end_idle(self, over: set[int]) -> None:
+        """End in the engine what it still writes, if all of that is behind a stop string."""
+        left = [reader for index, reader in enumerate(self._readers) if index not in over]
+        if left and all(reader.is_stopped for reader in left):
+            self.abort()
 
     def _piece(self, index: int, reader: Reader, tokens: Sequence[TokenOutput]) -> Piece:
         """What came at once makes one piece, up to the token that brings a stop string."""

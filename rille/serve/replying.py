@@ -184,8 +184,9 @@ class Gathered:
 
 
 def total(ends: Iterable[Ended]) -> tuple[Usage, int]:
-    """Usage of all choices of one prompt, which is counted once, and their reasoning tokens."""
+    """Usage of all choices of one prompt and their reasoning tokens. The prompt is counted once, so what the others had
+    from the first choice's reading was computed all the same."""
     ends = list(ends)
-    prompt, cached = ends[0].usage.prompt_tokens, max(end.usage.cached_tokens for end in ends)
+    prompt, cached = ends[0].usage.prompt_tokens, min(end.usage.cached_tokens for end in ends)
     written = sum(end.usage.completion_tokens for end in ends)
     return Usage(prompt, cached, written), sum(end.reasoning_tokens for end in ends)

@@ -1,7 +1,12 @@
 """Where a chat ends: stop strings, stop ids, min_tokens; streamed and whole."""
 
+import http.client
+import json
+
 import pytest
 
+from rille.serve.replying import Ended, total
+from rille.serve.schema import Usage
 from tests.serve.scripted import reply_ids
 from tests.serve.test_api_chat import USER, both
 
@@ -14,6 +19,37 @@ def test_stop_strings_count_in_the_answer_alone(server, client, tokenizer):
     assert server.engine.aborted and reply.usage.completion_tokens < len(ids)
     reply = both(server, client, reply_ids(tokenizer, content="three ST"), stop="STOP")
     assert reply.choices[0].message.content == "three ST", "what was held back comes at the end"
+
+
+def ask(server, body) -> list:
+    """The chunks of a stream, or the one whole answer."""
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+    text = connection.getresponse().read().decode()
+    connection.close()
+    if not body["stream"]:
+        return [json.loads(text)]
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_all_have_stopped_or_ended_is_not_written_on(server, tokenizer, stream):
+    """One choice has ended by itself, the other at a stop string: nobody waits for the rest of that."""
+    server.engine.aborted.clear()
+    ended, stopped = reply_ids(tokenizer, content="one"), reply_ids(tokenizer, content="two STOP" + " more" * 300)
+    server.say(ended, stopped, gap_s=0.001)
+    body = {"model": "tiny", "messages": [USER], "n": 2, "stop": "STOP", "stream": stream}
+    parts = ask(server, body)
+    said = {0: "", 1: ""}
+    for choice in (choice for part in parts for choice in part["choices"]):
+        said[choice["index"]] += choice["delta" if stream else "message"].get("content") or ""
+    assert said == {0: "one", 1: "two "} and server.engine.aborted
+
+
+def test_usage_of_several_choices_counts_what_was_there_before():
+    """Others than the first find in the cache what that has just read."""
+    ends = [Ended(index, "stop", Usage(80, cached, 5), 2, None) for index, cached in enumerate((16, 79, 79))]
+    assert total(ends) == (Usage(80, 16, 15), 6)
 
 
 def test_min_tokens_hold_stop_strings_back_too(server, client, tokenizer):
