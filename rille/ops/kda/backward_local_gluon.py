@@ -44,6 +44,15 @@ def bf16(x):
 
 
 @gluon.jit
+def buffers(COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Shared memory for bf16, each tile by itself: the compiler orders by barriers what touches parts of one."""
+    found = ()
+    for _ in gl.static_range(COUNT):
+        found = found + (gl.allocate_shared_memory(gl.bfloat16, [ROWS, COLUMNS], LAYOUT),)
+    return found
+
+
+@gluon.jit
 def fetch_rows(smem, pointer, stride, count):
     """Rows of a chunk into both halves of smem [2, 32, 128]; zeros where there is no token."""
     row = gl.arange(0, 32, gl.SliceLayout(1, WIDE))[:, None]
@@ -51,7 +60,7 @@ def fetch_rows(smem, pointer, stride, count):
     for half in gl.static_range(2):
         at = row + 32 * half
         here = pointer + (at * stride + channel)
-        async_copy.async_copy_global_to_shared(smem.index(half), here, (at < count) & (channel >= 0))
+        async_copy.async_copy_global_to_shared(smem[half], here, (at < count) & (channel >= 0))
 
 
 @gluon.jit
@@ -62,7 +71,7 @@ def fetch_blocks(smem, pointer, stride, count):
     for n in gl.static_range(4):
         at = row + 32 * (n // 2)
         here = pointer + (at * stride + channel + 64 * (n % 2))
-        async_copy.async_copy_global_to_shared(smem.index(n), here, (at < count) & (channel >= 0))
+        async_copy.async_copy_global_to_shared(smem[n], here, (at < count) & (channel >= 0))
 
 
 @gluon.jit
@@ -71,7 +80,7 @@ def fetch_state(smem, pointer):
     value = gl.arange(0, 64, gl.SliceLayout(1, WIDE))[:, None]
     channel = gl.arange(0, 128, gl.SliceLayout(0, WIDE))[None, :]
     for n in gl.static_range(2):
-        async_copy.async_copy_global_to_shared(smem.index(n), pointer + ((value + 64 * n) * 128 + channel))
+        async_copy.async_copy_global_to_shared(smem[n], pointer + ((value + 64 * n) * 128 + channel))
 
 
 @gluon.jit
@@ -79,8 +88,8 @@ def pairs(left_s, right_s, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """[32, 32]: rows of one half of left times rows of one half of right."""
     sums = gl.zeros([32, 32], gl.float32, SQUARE)
     for n in gl.static_range(2):
-        left = left_s.index(2 * ROWS + n).load(gl.DotOperandLayout(0, SQUARE, 2))
-        right = right_s.index(2 * COLUMNS + n).permute((1, 0)).load(gl.DotOperandLayout(1, SQUARE, 2))
+        left = left_s[2 * ROWS + n].load(gl.DotOperandLayout(0, SQUARE, 2))
+        right = right_s[2 * COLUMNS + n].permute((1, 0)).load(gl.DotOperandLayout(1, SQUARE, 2))
         sums = mma_v2(left, right, sums)
     return sums
 
@@ -88,8 +97,8 @@ def pairs(left_s, right_s, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 @gluon.jit
 def row_sums(x_s, y_s, HALF: gl.constexpr):
     """[32]: sum over channels of the product of two tiles, element by element."""
-    first = x_s.index(2 * HALF).load(BLOCK).to(gl.float32) * y_s.index(2 * HALF).load(BLOCK).to(gl.float32)
-    second = x_s.index(2 * HALF + 1).load(BLOCK).to(gl.float32) * y_s.index(2 * HALF + 1).load(BLOCK).to(gl.float32)
+    first = x_s[2 * HALF].load(BLOCK).to(gl.float32) * y_s[2 * HALF].load(BLOCK).to(gl.float32)
+    second = x_s[2 * HALF + 1].load(BLOCK).to(gl.float32) * y_s[2 * HALF + 1].load(BLOCK).to(gl.float32)
     return gl.sum(first + second, 1)
 
 
@@ -129,8 +138,8 @@ def times_state(state_s, rows_s, HALF: gl.constexpr):
     """state^T rows^T, [channels, 32]."""
     sums = gl.zeros([128, 32], gl.float32, TALL)
     for n in gl.static_range(2):
-        rows = rows_s.index(2 * HALF + n).permute((1, 0)).load(RIGHT)
-        sums = mma_v2(state_s.index(n).permute((1, 0)).load(LEFT), rows, sums)
+        rows = rows_s[2 * HALF + n].permute((1, 0)).load(RIGHT)
+        sums = mma_v2(state_s[n].permute((1, 0)).load(LEFT), rows, sums)
     return sums
 
 
@@ -139,7 +148,7 @@ def along_channels(state_s, dstate_s):
     """[channels]: sum over value channels of S D."""
     sums = gl.zeros([64, 128], gl.float32, WIDE)
     for n in gl.static_range(2):
-        sums += state_s.index(n).load(WIDE).to(gl.float32) * dstate_s.index(n).load(WIDE).to(gl.float32)
+        sums += state_s[n].load(WIDE).to(gl.float32) * dstate_s[n].load(WIDE).to(gl.float32)
     return gl.convert_layout(gl.sum(sums, 0), CHANNEL)
 
 
@@ -155,7 +164,7 @@ def put_rows(pointer, x, stride: gl.constexpr, count, HALF: gl.constexpr):
 @gluon.jit
 def decay_of(z_s, bias, rate, lower_bound, count, HALF: gl.constexpr):
     """log2-decay, [channels, 32]."""
-    x = turned(z_s.index(HALF)) + bias
+    x = turned(z_s[HALF]) + bias
     g = (lower_bound * LOG2E) * reciprocal(1.0 + exp2(x * (rate * -LOG2E)))
     row = 32 * HALF + gl.arange(0, 32, ROW)[None, :]
     return gl.where(row < count, g, 0.0)
@@ -166,7 +175,7 @@ def put_dz(
     dg, z_s, bias, rate, lower_bound, unit, pointer, stride: gl.constexpr, count, HALF: gl.constexpr
 ):  # fmt: skip
     """dz of a half to memory; its sums over rows, by itself and times z + bias. `gate_slope` says why this form."""
-    x = turned(z_s.index(HALF)) + bias
+    x = turned(z_s[HALF]) + bias
     below = exp2(gl.minimum(x * (rate * -LOG2E), 126.0))
     opened = reciprocal(1.0 + below)
     row = 32 * HALF + gl.arange(0, 32, ROW)[None, :]
@@ -187,7 +196,7 @@ def pairs_of_chunk(do_s, dv_s, u_s, v_ptr, v_stride, count, numbers_s, own_s, al
         for n in gl.static_range(2):
             here = v_ptr + (at * v_stride + channel + 64 * n)
             v = gl.load(here, mask=(at < count) & (channel >= 0), other=0.0)
-            sums += dv_s.index(2 * half + n).load(BLOCK).to(gl.float32) * v.to(gl.float32)
+            sums += dv_s[2 * half + n].load(BLOCK).to(gl.float32) * v.to(gl.float32)
         along_s.index(half).store(gl.sum(sums, 1))
     i, j = gl.arange(0, 32, gl.SliceLayout(1, SQUARE))[:, None], gl.arange(0, 32, gl.SliceLayout(0, SQUARE))[None, :]
     beta_a = numbers_s.index(4).load(gl.SliceLayout(0, SQUARE))[None, :]
@@ -205,12 +214,12 @@ def pairs_of_chunk(do_s, dv_s, u_s, v_ptr, v_stride, count, numbers_s, own_s, al
     size = gl.maximum(size, gl.maximum(gl.abs(own_a), gl.abs(own_b)))
     unit = gl.maximum(gl.max(gl.max(size, 1), 0), 1e-20) * 0.03125
     per_unit = 1.0 / unit
-    pairs_s.index(0).store((aa * per_unit).to(gl.bfloat16))
-    pairs_s.index(1).store((ba * per_unit).to(gl.bfloat16))
-    pairs_s.index(2).store((bb * per_unit).to(gl.bfloat16))
-    pairs_s.index(3).store((k_aa * per_unit).to(gl.bfloat16))
-    pairs_s.index(4).store((k_ba * per_unit).to(gl.bfloat16))
-    pairs_s.index(5).store((k_bb * per_unit).to(gl.bfloat16))
+    pairs_s[0].store((aa * per_unit).to(gl.bfloat16))
+    pairs_s[1].store((ba * per_unit).to(gl.bfloat16))
+    pairs_s[2].store((bb * per_unit).to(gl.bfloat16))
+    pairs_s[3].store((k_aa * per_unit).to(gl.bfloat16))
+    pairs_s[4].store((k_ba * per_unit).to(gl.bfloat16))
+    pairs_s[5].store((k_bb * per_unit).to(gl.bfloat16))
     gl.thread_barrier()
     return unit
 
@@ -228,8 +237,8 @@ def gradients_of_half(
     HALF: gl.constexpr = 1 if LATE else 0
     per_unit = 1.0 / unit
     zero = gl.zeros([128, 32], gl.float32, TALL)
-    da_s, dak_s = pairs_s.index(2 * HALF), pairs_s.index(3 + 2 * HALF)
-    over_s, over_k_s = pairs_s.index(1), pairs_s.index(4)
+    da_s, dak_s = pairs_s[2 * HALF], pairs_s[3 + 2 * HALF]
+    over_s, over_k_s = pairs_s[1], pairs_s[4]
     beta = numbers_s.index(4 + HALF).load(ROW)[None, :]
     up, down = exp2(x), exp2(-x)
     k_down = bf16(k * down)
@@ -237,7 +246,7 @@ def gradients_of_half(
     dq = times(k_down, da_s.permute((1, 0)), times_state(state_s, do_s, HALF) * from_start)
     dk = times(k_down, dak_s.permute((1, 0)), times_state(state_s, dv_s, HALF) * -from_start)
     q_norm = numbers_s.index(HALF).load(ROW)[None, :]
-    q = turned(q_s.index(HALF)) * (q_norm * scale)
+    q = turned(q_s[HALF]) * (q_norm * scale)
     q_up, k_up = bf16(q * up), bf16(k * up)
     dG = q_up.to(gl.float32) * dq + k_up.to(gl.float32) * dk
     own = own_s.index(HALF).load(ROW)[None, :] * (beta * per_unit)
@@ -309,23 +318,22 @@ def local_tile_kernel(
     H: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    BF16: gl.constexpr = gl.bfloat16
     program = gl.program_id(0)
     h = program % H
     start = gl.load(spans_ptr + 2 * (program // H))
     count = gl.load(spans_ptr + 2 * (program // H) + 1)
     token = start.to(gl.int64)
     out = program.to(gl.int64)
-    do_s = gl.allocate_shared_memory(BF16, [4, 32, 64], TILE)
-    dv_s = gl.allocate_shared_memory(BF16, [4, 32, 64], TILE)
-    u_s = gl.allocate_shared_memory(BF16, [4, 32, 64], TILE)
-    q_s = gl.allocate_shared_memory(BF16, [2, 32, 128], TILE)
-    k_s = gl.allocate_shared_memory(BF16, [2, 32, 128], TILE)
-    z_s = gl.allocate_shared_memory(BF16, [2, 32, 128], TILE)
-    state_s = gl.allocate_shared_memory(BF16, [2, 64, 128], TILE)
-    dstate_s = gl.allocate_shared_memory(BF16, [2, 64, 128], TILE)
-    pairs_s = gl.allocate_shared_memory(BF16, [6, 32, 32], SMALL)
-    ones_s = gl.allocate_shared_memory(BF16, [2, 32, 32], SMALL)  # anchors, sums over later rows
+    do_s = buffers(4, 32, 64, TILE)
+    dv_s = buffers(4, 32, 64, TILE)
+    u_s = buffers(4, 32, 64, TILE)
+    q_s = buffers(2, 32, 128, TILE)
+    k_s = buffers(2, 32, 128, TILE)
+    z_s = buffers(2, 32, 128, TILE)
+    state_s = buffers(2, 64, 128, TILE)
+    dstate_s = buffers(2, 64, 128, TILE)
+    pairs_s = buffers(6, 32, 32, SMALL)
+    ones_s = buffers(2, 32, 32, SMALL)  # anchors, sums over later rows
     numbers_s = gl.allocate_shared_memory(gl.float32, [8, 32], LINE)  # norms of q, of k, beta: a and b of each
     own_s = gl.allocate_shared_memory(gl.float32, [2, 32], LINE)
     along_s = gl.allocate_shared_memory(gl.float32, [2, 32], LINE)
@@ -343,7 +351,7 @@ def local_tile_kernel(
     row, column = gl.arange(0, 32, gl.SliceLayout(1, BLOCK))[:, None], gl.arange(0, 32, gl.SliceLayout(0, BLOCK))
     for n in gl.static_range(2):
         here = ones_ptr + (1024 * (n + 1) + row * 32 + column[None, :])
-        async_copy.async_copy_global_to_shared(ones_s.index(n), here)
+        async_copy.async_copy_global_to_shared(ones_s[n], here)
     fetch_state(state_s, states_ptr + out * (128 * 128))
     fetch_state(dstate_s, dstates_ptr + out * (128 * 128))
     fetch_rows(q_s, q_ptr + (token * q_stride + h * 128), q_stride, count)
@@ -364,14 +372,14 @@ def local_tile_kernel(
     tiles = (q_s, state_s, dstate_s, do_s, dv_s, u_s, pairs_s, numbers_s, own_s, along_s)
     places = (dq_ptr + (token * (H * 128) + h * 128), dk_ptr + (token * (H * 128) + h * 128), db_ptr + (token * H + h))
     carried = along_channels(state_s, dstate_s)[:, None] * (exp2(t0 + t1 + t2 + t3) / unit)
-    anchors_s, later_s = ones_s.index(0), ones_s.index(1)
+    anchors_s, later_s = ones_s[0], ones_s[1]
 
     x_a = times_ones(decay_of(z_s, bias, rate, lower_bound, count, 0), anchors_s, 2)
-    k_a = turned(k_s.index(0)) * numbers_s.index(2).load(ROW)[None, :]
+    k_a = turned(k_s[0]) * numbers_s.index(2).load(ROW)[None, :]
     k_c = bf16(k_a * exp2(gl.minimum(t1 - x_a, 0.0)))
 
     x_b = times_ones(decay_of(z_s, bias, rate, lower_bound, count, 1), anchors_s, 2)
-    k_b = turned(k_s.index(1)) * numbers_s.index(3).load(ROW)[None, :]
+    k_b = turned(k_s[1]) * numbers_s.index(3).load(ROW)[None, :]
     vectors = (t0 + t1 + t2, t3, exp2(t2))
     dG, kept, q_r, k_r = gradients_of_half(x_b, k_b, k_c, tiles, vectors, places, unit, scale, count, H, True)
     carried += kept
