@@ -63,6 +63,7 @@ BESIDE_FLA = [  # where keys repeat, the rounding of T decides: the measure is w
     Work("shut gate", 16, (1000,)),
     Work("mixed gate", 16, (1000,)),
     Work("open gate", 16, (4096,)),
+    Work("softplus", 16, (1000,), bound=None),
 ]
 DRAWS = 48  # of each: a few tokens or channels hold most of a gradient's norm, and one draw says little
 
@@ -101,9 +102,9 @@ class Case:
         A_log, dt_bias, *state = self.leaves[5:]
         o, final = chunk_kda(
             q, k, v, z, b, initial_state=state[0] if state else None, output_final_state=self.dfinal is not None,
-            use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, safe_gate=True,
-            lower_bound=-5.0, A_log=A_log, dt_bias=dt_bias.flatten(), state_v_first=True,
-            cu_seqlens=self.cu_seqlens,
+            use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
+            safe_gate=self.bound is not None, lower_bound=self.bound, A_log=A_log, dt_bias=dt_bias.flatten(),
+            state_v_first=True, cu_seqlens=self.cu_seqlens,
         )  # fmt: skip
         return self.differentiate(o.flatten(0, 1), final, self.leaves)
 

@@ -45,6 +45,7 @@ WORKS = [
     Work("H16 T32768", 16, (32768,)),
     Work("H12 T65536", 12, (65536,)),
 ]
+SOFTPLUS = Work("H96 T8192 softplus", 96, (8192,), bound=None)
 GATE_WORKS = [
     Work("packed", 4, (1, 15, 16, 17, 63, 64, 65, 0, 1000)),
     Work("K64 V64", 4, (300, 200), 64, 64),
