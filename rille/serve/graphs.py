@@ -32,7 +32,7 @@ from rille.model.model import K3
 from rille.packing import Packing
 from rille.serve.paged import Batch, Pages
 from rille.serve.prefix import Holding
-from rille.serve.sampler import Drawn, Lot, Way, choose, drawn_of, figures, way_of
+from rille.serve.sampler import Drawn, Lot, Way, choose_unchanged, drawn_of, way_of
 from rille.serve.sequences import Part
 from rille.serve.trial import Bench, Trial
 
@@ -150,7 +150,7 @@ class Recording:
 
 @dataclass(frozen=True, eq=False)
 class Launched:
-    """Tokens on their way to the host: float64 [4, N] of `sampler.figures`, there once `event` has passed."""
+    """Tokens on their way to the host: float64 [3, N] of `sampler.figures`, there once `event` has passed."""
 
     figures: Tensor
     parts: Sequence[Part]
@@ -191,7 +191,7 @@ class DecodeGraphs:
         most = self._sizes[-1]
         self._bench = Bench(pages, most, 1 + most_drafts)
         self._drawn = torch.zeros(most, dtype=torch.int64, device=pages.device)
-        room = 4 * most * (1 + most_drafts)
+        room = 3 * most * (1 + most_drafts)
         pinned = pages.device.type == "cuda"
         self._arrived = [torch.zeros(room, dtype=torch.float64, pin_memory=pinned) for _ in range(2)]
         self._turn = 0
@@ -213,24 +213,25 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def run(self, parts: Sequence[Part]) -> Tensor:
-        """Logits fp32 [S, W] of parts without drafts, in a buffer that the next step overwrites."""
+        """Logits fp32 [S, W] of parts without drafts, maybe in a buffer that the next step overwrites."""
         assert not any(part.drafts for part in parts), "what is drawn elsewhere cannot be committed here"
-        return self._replay(parts, [[NO_LOT]] * len(parts), Way.GREEDY)[0]
+        logits_SW = self._replay(parts, [[NO_LOT]] * len(parts), Way.GREEDY)[0]
+        return logits_SW.to(torch.promote_types(logits_SW.dtype, torch.float32))
 
     @torch.inference_mode()
     def launch(self, parts: Sequence[Part], lots: Sequence[Sequence[Lot]]) -> Launched:
         """Run the parts and draw a token for each of them and of their drafts; states move on by what came true. At
         most one other step may be under way."""
         shape, way = self._kind(parts)
-        _, figures_4N = self._replay(parts, lots, way)
+        _, figures_3N = self._replay(parts, lots, way)
         tokens = shape.tokens
-        if not figures_4N.is_cuda:
-            return Launched(figures_4N, parts, tokens)
-        arrived_4N = self._arrived[self._turn][: figures_4N.numel()].view(figures_4N.shape)
-        arrived_4N.copy_(figures_4N, non_blocking=True)
+        if not figures_3N.is_cuda:
+            return Launched(figures_3N, parts, tokens)
+        arrived_3N = self._arrived[self._turn][: figures_3N.numel()].view(figures_3N.shape)
+        arrived_3N.copy_(figures_3N, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        return Launched(arrived_4N, parts, tokens, event)
+        return Launched(arrived_3N, parts, tokens, event)
 
     def _replay(self, parts: Sequence[Part], lots: Sequence[Sequence[Lot]], way: Way) -> tuple[Tensor, Tensor]:
         shape, self._turn = self._kind(parts)[0], 1 - self._turn
@@ -282,8 +283,8 @@ class DecodeGraphs:
             packing.history.copy_(slate.positions)
             if slate.shape.tokens > 1:
                 packing.positions.copy_(_places(slate))
-            logits_NW, figures_4N = self._forward(slate, packing, way)
-        return Recording(graph, logits_NW, figures_4N, packing)
+            logits_NW, figures_3N = self._forward(slate, packing, way)
+        return Recording(graph, logits_NW, figures_3N, packing)
 
     def _static_packing(self, slate: Slate) -> Packing:
         """T tokens of each row. The host knows only a bound on what was consumed: ops read the lengths on the
@@ -296,22 +297,21 @@ class DecodeGraphs:
         return packing
 
     def _forward(self, slate: Slate, packing: Packing, way: Way) -> tuple[Tensor, Tensor]:
-        """Logits [N, W] and figures [4, N]; what is drawn stays for the next step."""
+        """Logits [N, W] and figures [3, N]; what is drawn stays for the next step."""
         first_S = torch.where(slate.sources < 0, slate.tokens[:, 0], self._drawn[slate.sources.clamp(min=0)])
         drafted = slate.shape.tokens > 1
         tokens_ST = torch.cat([first_S[:, None], slate.tokens[:, 1:]], dim=1) if drafted else first_S[:, None]
         trial = Trial(self._pages, slate.table, slate.slots, self._bench, self._spare_page) if drafted else None
         hidden_ND = self._model(tokens_ST.flatten(), Context(packing, trial or StaticBatch(self._pages, slate)))
         logits_NW = linear(hidden_ND, self._model.head_weight)
-        logits_NW = logits_NW.to(torch.promote_types(logits_NW.dtype, torch.float32))
-        drawn_N = choose(logits_NW, slate.lots, way)
+        drawn_N, figures_3N = choose_unchanged(logits_NW, slate.lots, way)
         drawn_ST = drawn_N.view(tokens_ST.shape)
         if trial is not None:
             places_T = torch.arange(slate.shape.tokens - 1, device=drawn_N.device)
             is_true_ST = (drawn_ST[:, :-1] == tokens_ST[:, 1:]) & (places_T < slate.drafts[:, None])
             trial.commit(1 + is_true_ST.long().cumprod(1).sum(1))
         self._drawn[: len(drawn_ST)] = drawn_ST[:, 0]
-        return logits_NW, figures(logits_NW, logits_NW, drawn_N)
+        return logits_NW, figures_3N
 
 
 def _places(slate: Slate) -> Tensor:

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rille.ops.figures import token_figures
 from rille.serve.schema import SamplingParams
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
@@ -185,19 +186,29 @@ def uniform(seed: int, choice: int, place: int, purpose: bytes = b"token") -> fl
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
+def choose_unchanged(logits_RW: Tensor, lots_5R: Tensor, way: Way) -> tuple[Tensor, Tensor]:
+    """`choose` from logits of any dtype that nothing has changed, and `figures`, in as few launches as that takes."""
+    if way is Way.GREEDY:
+        return token_figures(logits_RW, None, LEAST_LOGPROB)
+    tokens_R = choose(logits_RW.to(torch.promote_types(logits_RW.dtype, torch.float32)), lots_5R, way)
+    return tokens_R, token_figures(logits_RW, tokens_R, LEAST_LOGPROB)[1]
+
+
 def figures(logits_RW: Tensor, changed_RW: Tensor, tokens_R: Tensor) -> Tensor:
-    """What the host wants to know of drawn tokens, float64 [4, R] so that it comes in one piece: the token, its
-    log-probability by the model, whether all logits of the row are numbers, whether any token may follow."""
-    logprobs_R = torch.log_softmax(logits_RW, -1).gather(-1, tokens_R[:, None])[:, 0].clamp(min=LEAST_LOGPROB)
-    is_number_R = torch.isfinite(logits_RW).all(-1)
-    is_open_R = is_number_R if changed_RW is logits_RW else (changed_RW > -torch.inf).any(-1)
-    return torch.stack([x.double() for x in (tokens_R, logprobs_R, is_number_R, is_open_R)])
+    """What the host wants to know of drawn tokens, float64 so that it comes in one piece, [3, R] or [4, R]: the token,
+    its log-probability by the model, whether all logits of the row are numbers, and, where logits were changed, whether
+    any token may follow."""
+    _, figures_3R = token_figures(logits_RW, tokens_R, LEAST_LOGPROB)
+    if changed_RW is logits_RW:
+        return figures_3R
+    return torch.cat([figures_3R, (changed_RW > -torch.inf).any(-1)[None].double()])
 
 
-def drawn_of(figures_4R: Sequence[Sequence[float]]) -> list[Drawn]:
+def drawn_of(figures_R: Sequence[Sequence[float]]) -> list[Drawn]:
     """`figures`, on the host."""
     result = []
-    for token, logprob, is_number, is_open in zip(*figures_4R, strict=True):
+    for token, logprob, is_number, *open_too in zip(*figures_R, strict=True):
+        is_open = all(open_too)
         if not is_number:
             result.append(Drawn(error="the model's output for this request is not a number"))
         elif not is_open:

@@ -1,0 +1,43 @@
+"""Launches of the figures' kernels, registered with torch so that compiled models see one op."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from rille.ops.figures import row_kernels
+from rille.ops.launching import INTERPRET
+
+BLOCK = 64 if INTERPRET else 2048  # logits of a part: 16 programs for a row of 32,768
+
+
+def parts_of(W: int) -> int:
+    return -(-W // BLOCK)
+
+
+@torch.library.custom_op("rille::token_figures", mutates_args=())
+def token_figures(logits: Tensor, tokens: Tensor | None, least: float) -> tuple[Tensor, Tensor]:
+    """Tokens int64 [N], figures float64 [3, N]. logits with a dense last axis."""
+    (N, W), device = logits.shape, logits.device
+    parts = parts_of(W)
+    tops, sums = (torch.empty(N, parts, dtype=torch.float32, device=device) for _ in range(2))
+    places = torch.empty(N, parts, dtype=torch.int32, device=device)
+    found = torch.empty(N, dtype=torch.int64, device=device)
+    figures = torch.empty(3, N, dtype=torch.float64, device=device)
+    if N == 0:
+        return found, figures
+    some, k = (tops, places, sums), cast(Any, row_kernels)
+    k.part_kernel[(parts, N)](logits, *some, logits.stride(0), W, parts, BLOCK=BLOCK, num_warps=4)
+    k.row_kernel[(N,)](
+        logits, tokens, *some, found, figures, logits.stride(0), N, parts, W, least,
+        BLOCK=max(2, 1 << (parts - 1).bit_length()), num_warps=1,
+    )  # fmt: skip
+    return found, figures
+
+
+@token_figures.register_fake
+def _(logits, tokens, least):
+    N = logits.shape[0]
+    return logits.new_empty(N, dtype=torch.int64), logits.new_empty(3, N, dtype=torch.float64)
