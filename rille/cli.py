@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
-from rille.flags import Arguments, check_text, in_one_line, parse, run_verb_of, suggestion
+from rille.flags import Arguments, check_text, in_one_line, parse, run_verb_of
 from rille.interrupts import loading
+from rille.misspelt import suggestion
 
 if TYPE_CHECKING:
     from rille.model.config import K3Config

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
-from difflib import get_close_matches
 from io import StringIO
 
 Arguments = list[str]
@@ -20,11 +19,6 @@ def check_text(arguments: Arguments) -> None:
             argument.encode()
         except UnicodeEncodeError:
             raise ValueError(f"argument {os.fsencode(argument)} is not UTF-8; rename the file or directory") from None
-
-
-def suggestion(word: str, known: Iterable[str]) -> str:
-    close = get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ";"
 
 
 def parse(kind: type, arguments: Arguments, verb: str):

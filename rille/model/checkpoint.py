@@ -2,9 +2,8 @@
 
     config.json    model-00001-of-0000NN.safetensors ...    model.safetensors.index.json    (tokenizer files)
 
-`parameter_table` says which official tensor fills which rows of which parameter. Routed experts are MXFP4 or plain,
-decided tensor by tensor (is there an `X.weight_packed`?); the group exponents of packed ones are kept, so that loading
-and saving gives the same bytes.
+`parameter_table` says which official tensor fills which rows of which parameter. Routed experts are MXFP4 (where there
+is an `X.weight_packed`) or plain; group exponents of packed ones are kept, so loading and saving gives the same bytes.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from rille.misspelt import named
 from rille.model.arguments import as_dtype, as_layers, as_path, check_weights, kind
 from rille.model.config import K3Config
 from rille.model.experts import ExpertWeights
@@ -58,6 +58,7 @@ class SavesTokenizer(Protocol):
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
+@named
 def load_model(
     path: str | Path,
     *,
@@ -72,8 +73,8 @@ def load_model(
     layers: hold and read only this range. experts: "mxfp4" keeps routed experts packed, for a model that only serves
     (all of them must be packed in the files). Uses the model's own bytes and one shard.
 
-    Raises FileNotFoundError or ValueError (CheckpointError) with everything that is wrong: unknown config keys,
-    missing, surplus, misshaped, truncated tensors, NaN or infinite values.
+    Raises FileNotFoundError or ValueError (CheckpointError) with all that is wrong: unknown config keys, tensors that
+    are missing, surplus, misshaped or truncated, NaN or infinite values.
     """
     dtype, device, directory = as_dtype(dtype), as_device(device), as_path(path)
     if device.type == "meta":
@@ -240,6 +241,7 @@ def _fill_a_log(model: K3, piece: Piece, read: ShardReader) -> list[str]:
 # --- saving -----------------------------------------------------------------------------------------------------------
 
 
+@named
 def save_model(
     model: K3,
     path: str | Path,
@@ -254,8 +256,7 @@ def save_model(
     dtype: of the plain tensors, bf16 in the official format; the official fp32 tensors stay fp32. tokenizer: saves its
     files beside the shards.
 
-    Raises CheckpointError for a model that holds a range of layers, NaN or infinite values, widths that MXFP4 groups do
-    not divide.
+    Raises CheckpointError for a range of layers, NaN or infinite values, widths that MXFP4 groups do not divide.
     """
     if experts not in ("keep", "bf16", "mxfp4"):
         raise ValueError(f"experts={experts!r}: choose keep, bf16 or mxfp4")

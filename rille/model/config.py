@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from rille.misspelt import named_fields
 from rille.model.official import LINEAR_KEYS, SWITCH_KEYS, TEXT_KEYS, read_official, write_official
 from rille.model.vision_config import VisionConfig
 
@@ -21,6 +22,7 @@ Activation = Literal["situ", "swiglu"]
 Balance = Literal["quantile", "sign", "none"]
 
 
+@named_fields
 @dataclass(frozen=True, kw_only=True)
 class K3Config:
     """Sizes and switches of a model. Widths are in channels; None switches a part off where its line says so."""
@@ -169,8 +171,6 @@ class K3Config:
 
     def replace(self, **changes: Any) -> K3Config:
         """Another configuration with these fields changed. Raises ValueError as the constructor does."""
-        if unknown := [name for name in changes if name not in {f.name for f in fields(self)}]:
-            raise ValueError(f"config: unknown field {', '.join(unknown)}; see K3Config")
         return replace(self, **changes)
 
 

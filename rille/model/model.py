@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from rille.misspelt import named
 from rille.model.allocate import Allocate
 from rille.model.arguments import (
     as_dtype,
@@ -268,6 +269,7 @@ class K3(nn.Module):
         return hidden_ND
 
 
+@named
 def new_model(
     config: K3Config,
     *,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rille.misspelt import named
 from rille.model.config import K3Config
 from rille.model.vision_config import VisionConfig
 
@@ -132,6 +133,7 @@ PRESETS: dict[str, K3Config] = {
 }
 
 
+@named
 def preset(name: str) -> K3Config:
     """The configuration of that name. Raises ValueError that lists the names."""
     if not isinstance(name, str) or name not in PRESETS:

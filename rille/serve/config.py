@@ -7,9 +7,11 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
+from rille.misspelt import named_fields
 from rille.serve.settings import EngineConfig, check_max_length
 
 
+@named_fields
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
     """Continue a prompt with a checkpoint's model, token by token."""
@@ -42,6 +44,7 @@ class GenerateConfig:
         check_max_length(self.max_length)
 
 
+@named_fields
 @dataclass(frozen=True, kw_only=True)
 class ChatConfig:
     """Talk with a checkpoint's model, or with a server's, in the terminal.
@@ -106,6 +109,7 @@ class ChatConfig:
         check_max_length(self.max_length)
 
 
+@named_fields
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
     """Serve a checkpoint over HTTP: OpenAI's and Anthropic's APIs, metrics, and a page to talk with it at /."""
@@ -153,6 +157,7 @@ class ServeConfig:
             raise ValueError("name and api_key must not be empty texts")
 
 
+@named_fields
 @dataclass(frozen=True, kw_only=True)
 class BenchServeConfig:
     """Put an agents' load on a server: conversations with shared beginnings and growing turns; print TTFT, TPOT,

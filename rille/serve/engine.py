@@ -12,7 +12,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, RLock, Thread, current_thread
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from rille.interrupts import held
+from rille.misspelt import check_names
 from rille.model.model import K3
 from rille.serve.assemble import count_pages, load, model_stop_ids, new_drafter, new_graphs, new_scheduler
 from rille.serve.grammar import Matcher, Vocabulary
@@ -68,6 +69,8 @@ class Engine:
         drafter: Drafter | str | None = None,
         **settings,
     ) -> None:
+        names = ("tokenizer", "config", "drafter", *(field.name for field in fields(EngineConfig)))
+        check_names("Engine", settings, names)
         given = {} if drafter is None else {"drafter": drafter if isinstance(drafter, str) else "none"}
         self.config = replace(config or EngineConfig(), **settings, **given)
         self.model, found = load(checkpoint, self.config)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rille.misspelt import named
 from rille.model.arguments import as_seed, as_temperature, check_ids, check_tokens, check_weights, kind, real, whole
 from rille.model.checkpoint import load_model
 from rille.model.locate import find_checkpoint
@@ -29,6 +30,7 @@ from rille.serve.config import GenerateConfig
 from rille.text.tokenizer import TextStream, Tokenizer, load_tokenizer
 
 
+@named
 def generate(
     model: K3,
     tokens: Tensor,
@@ -54,6 +56,7 @@ def generate(
     return torch.tensor(list(ids), dtype=torch.int64)
 
 
+@named
 def stream(
     model: K3,
     tokens: Tensor,

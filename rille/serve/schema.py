@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, trunc
 from numbers import Real
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from rille.misspelt import named_fields
 
 if TYPE_CHECKING:
     from rille.text.grammar import Grammar
@@ -76,7 +78,7 @@ def _number(value: Any, name: str) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise ValueError(f"{name} is a number of {int(value).bit_length():,} bits; it must be a float") from None
+        raise ValueError(f"{name} is a number of {int(trunc(value)).bit_length():,} bits; it must be a float") from None
 
 
 def _list(value: Any, name: str) -> tuple[Any, ...]:
@@ -85,6 +87,7 @@ def _list(value: Any, name: str) -> tuple[Any, ...]:
     return tuple(value)
 
 
+@named_fields
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How tokens are chosen. Every field is honoured or refused; the checks run where the object is made.
@@ -177,6 +180,7 @@ class SamplingParams:
             object.__setattr__(self, name, value)
 
 
+@named_fields
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """One prompt and how to continue it."""

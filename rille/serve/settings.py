@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from rille.misspelt import named_fields
 
+
+@named_fields
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """How an engine (`rille.Engine`) uses its machine. Lengths are tokens."""

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from rille.misspelt import named
 from rille.text.media import num_media_tokens
 from rille.text.vocabulary import kind
 
@@ -128,6 +129,7 @@ class Images:
         return tuple(num_media_tokens(grid, self.merge) for grid in self.grids.tolist())
 
 
+@named
 def preprocess_images(items: Iterable[Source | Sequence[Source]], config: ImageConfig | None = None) -> Images:
     """Prepare pictures (a path, the bytes of a file, or a PIL image) and short videos (lists of such frames).
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from rille.misspelt import named
 from rille.text.official import OFFICIAL_FILE_NAME, read_official
 from rille.text.vocabulary import (
     CHAT_SPECIALS,
@@ -117,6 +118,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, note: Callable[[st
     return TrainedTokenizer(backend)
 
 
+@named
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Read a tokenizer from a directory (a checkpoint) or from a `tiktoken.model` or `tokenizer.json` file.
 

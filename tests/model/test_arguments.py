@@ -250,7 +250,7 @@ def test_pictures(model):
 def test_names_and_fields():
     refused(lambda: rille.preset("huge"), "unknown preset 'huge'; choose one of tiny")
     refused(lambda: rille.preset(["tiny"]), "unknown preset ['tiny']")  # type: ignore[arg-type]
-    refused(lambda: SMALL.replace(depth=3), "config: unknown field depth")
+    refused(lambda: SMALL.replace(depth=3), "K3Config takes no 'depth'")
     refused(lambda: SMALL.replace(vision="x"), "vision 'x' must be a VisionConfig or None")
 
 
