@@ -108,9 +108,9 @@ class Batch:
         longest = max(map(len, tables), default=0)
         padded = [[*table, *[0] * (longest - len(table))] for table in tables]
         self._pages, self._rows = pages, rows
-        self._table = torch.tensor(padded, dtype=torch.int64).view(len(tables), longest).to(pages.device)
-        slots_GS = torch.tensor(states, dtype=torch.int64).view(len(states), -1).T.contiguous().to(pages.device)
-        self._slots = list(slots_GS)
+        self._table = moved(torch.tensor(padded, dtype=torch.int64).view(len(tables), longest), pages.device)
+        slots_GS = torch.tensor(states, dtype=torch.int64).view(len(states), -1).T.contiguous()
+        self._slots = list(moved(slots_GS, pages.device))
         self.inputs: dict[int, Projected] = {}
 
     def state(self, layer: int) -> PooledState:

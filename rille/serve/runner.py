@@ -25,7 +25,7 @@ from rille.model.kda import KDA
 from rille.model.media import Media
 from rille.model.model import K3
 from rille.ops.kda import Projected
-from rille.packing import Packing
+from rille.packing import Packing, moved
 from rille.serve.graphs import DecodeGraphs
 from rille.serve.paged import Batch, Pages, Saving
 from rille.serve.prefix import Holding
@@ -82,7 +82,7 @@ class Runner:
         packing = Packing.of([part.num_tokens for part in parts], [part.start for part in parts], device)
         starts = np.cumsum([0, *packing.lengths])
         drafted = [np.arange(a, a + p.num_tokens) for a, p in zip(starts, parts, strict=False) if p.drafts]
-        remembered = torch.from_numpy(np.concatenate(drafted)).to(device) if drafted else None
+        remembered = moved(torch.from_numpy(np.concatenate(drafted)), device) if drafted else None
         states = [part.scratch or holding_of(part).state for part in parts]
         tables = [latents_of(part) for part in parts]
         if any(part.saves for part in parts):
@@ -91,9 +91,9 @@ class Runner:
         else:
             batch = Batch(self.pages, tables, states, remembered)
         context = Context(packing, batch, Routes() if with_experts else None, media=self._media(parts, starts))
-        hidden_ND = self.model(torch.from_numpy(ids).to(device), context)
+        hidden_ND = self.model(moved(torch.from_numpy(ids), device), context)
         wanted = [range(s + p.count - 1, s + p.num_tokens) for s, p in zip(starts, parts, strict=False) if p.ends]
-        rows_R = torch.tensor([row for rows in wanted for row in rows], dtype=torch.int64).to(device)
+        rows_R = moved(torch.tensor([row for rows in wanted for row in rows], dtype=torch.int64), device)
         logits_RW = linear(hidden_ND[rows_R], self.model.head_weight)
         chosen = context.routes.chosen if context.routes is not None else {}
         return Ran(
@@ -118,7 +118,7 @@ class Runner:
                 chosen.append(part)
                 lengths.append(part.count + count)
             first += part.num_tokens if part.drafts else 0
-        rows_N = torch.from_numpy(np.concatenate(rows)).to(self.model.device)
+        rows_N = moved(torch.from_numpy(np.concatenate(rows)), self.model.device)
         packing = Packing.of(lengths, [part.start for part in chosen], self.model.device)
         batch = Batch(self.pages, [[]] * len(chosen), [holding_of(part).state for part in chosen])
         for block in self.model.blocks():

@@ -373,9 +373,8 @@ class Scheduler:
         sequence.holding = None
         self.running.remove(sequence)
 
-    def note_rate(self, step: Step, seconds: float) -> None:
-        """How long a step took; from its prompts follows when to ask again if the queue is full."""
-        tokens = sum(part.count for part in step.parts if part.count > 1)
+    def note_rate(self, tokens: int, seconds: float) -> None:
+        """How long tokens of prompts took; from that follows when to ask again if the queue is full."""
         if tokens and seconds > 0:
             rate = tokens / seconds
             self.prefill_rate = 0.9 * self.prefill_rate + 0.1 * rate if self.prefill_rate else rate

@@ -70,6 +70,7 @@ class Stepper:
         self._flight: Flight | None = None
         self._open: Sequence[Part] = ()  # of a step whose scratch pages are not given back yet
         self._landed_at = 0.0
+        self._read, self._reading_s = 0, 0.0  # of prompts, in steps since the last one that was waited for
 
     def forget(self, choice: Choice) -> None:
         """It has ended."""
@@ -131,18 +132,23 @@ class Stepper:
             if not self._config.overlap or any(part.drafts for part in step.parts):  # guesses need the tokens
                 self.settle()
         else:
+            draws = any(part.ends for part in step.parts)  # asked before there are more tokens
             self._compute(step if self._scheduler.takes_copies else _without_drafts(step))
-            self._finish_times(step, perf_counter() - began)
+            self._finish_times(step, perf_counter() - began, draws)
         return True
 
-    def _finish_times(self, step: Step, seconds: float | None) -> None:
-        """For a step whose tokens were counted already."""
+    def _finish_times(self, step: Step, seconds: float | None, draws: bool = True) -> None:
+        """For a step whose tokens were counted already. One that draws nothing is not waited for: what it read shows in
+        the time of the next one that draws."""
         if self._config.poison:
             self._pages.poison(self._scheduler.cache.store.pool.free_pages())
         if seconds is None:
             return
-        if any(part.count > 1 for part in step.parts):
-            self._scheduler.note_rate(step, seconds)
+        if read := sum(part.count for part in step.parts if part.count > 1):
+            self._read, self._reading_s = self._read + read, self._reading_s + seconds
+            if draws:
+                self._scheduler.note_rate(self._read, self._reading_s)
+                self._read, self._reading_s = 0, 0.0
         elif self._drafter is not None:
             self.odds.note_time(len(step.parts), self._totals.batch_tokens, seconds)
 

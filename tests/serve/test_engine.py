@@ -52,6 +52,15 @@ def test_a_batch_writes_what_each_would_alone(model, budget):
     assert served.scheduler.cache.available == 120
 
 
+def test_the_rate_of_prompts_is_that_of_all_their_steps(model, monkeypatch):
+    """Nobody waits for a step that draws nothing, so it has no time of its own."""
+    served, seen = engine(model, token_budget=64), []
+    monkeypatch.setattr(served.scheduler, "note_rate", lambda tokens, seconds: seen.append((tokens, seconds > 0)))
+    served.generate([prompt(150)], GREEDY)
+    served.generate([prompt(60, seed=2)], GREEDY)
+    assert seen == [(150, True), (60, True)]
+
+
 @pytest.mark.parametrize("exact", [True, False])
 def test_what_is_reused_changes_nothing(model, exact):
     served = engine(model, exact_ends=exact)

@@ -140,3 +140,21 @@ def test_the_same_on_a_gpu(monkeypatch, settings):
     for a, b in zip(results, want, strict=True):
         assert a[-1].usage == b[-1].usage
         assert a[0].logprob == pytest.approx(b[0].logprob, abs=0.2)
+
+
+@pytest.mark.gpu
+def test_a_chunk_that_draws_nothing_is_waited_for_by_nobody():
+    """With states on the way and without: the host goes on to the next chunk while the device reads this one."""
+    model = new_model(preset("nano").replace(num_experts=6), dtype=torch.bfloat16, device="cuda", seed=1)
+    served = Engine(model, num_pages=200, hash_unit=64, checkpoint_interval=128, token_budget=100)
+    one = replace(GREEDY, max_tokens=1)
+    list(served.submit(Request(prompt=prompt(390, seed=1), params=one)))  # compiles
+    handle = served.submit(Request(prompt=prompt(390, seed=2), params=one))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            assert served.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    *_, last = handle
+    assert last.usage.prompt_tokens == 390 and last.usage.completion_tokens == 1
