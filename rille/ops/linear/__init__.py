@@ -1,0 +1,87 @@
+"""x W' as PyTorch has it, and for a few rows on a GPU a kernel of ours: while text is generated a product is one read
+of its weights, and what counts is how soon it begins and ends.
+
+`few_kernels.py` is the kernel, launched by `few.py`; `torch.nn.functional.linear` is the twin.
+"""
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+__all__ = ["is_few", "linear", "linear_onto", "wide_linear"]
+
+HAS_TRITON = find_spec("triton") is not None  # asked once: torch.compile cannot trace the question
+BACKENDS = ("triton", "torch")
+MOST_ROWS, WIDE = 8, 2048  # beyond them the library's tiles are as quick; of a sum that a program does not hold one row
+
+
+def linear(x: Tensor, weight: Tensor, *, backend: str | None = None) -> Tensor:
+    """x [..., D] times weight [C, D] transposed: [..., C] in x's dtype, which both share. Sums are fp32 (float64 for
+    float64). Differentiable. backend: "triton" (x [N, D], no gradient) or "torch"; by default the kernel where
+    `is_few`.
+
+    Raises ValueError for a backend that cannot run, RuntimeError for shapes that do not fit.
+    """
+    if not _by_kernel("linear", backend, x, weight):
+        return functional.linear(x, weight)
+    from rille.ops.linear import few
+
+    return few.linear(x, weight, None, x.dtype)
+
+
+def linear_onto(x: Tensor, weight: Tensor, onto: Tensor, *, backend: str | None = None) -> Tensor:
+    """onto [N, C] + x W', which may take the memory of `onto`. Without gradients on a GPU the sum is rounded once; else
+    the product is rounded first, as in the official model. Otherwise as `linear`."""
+    if _by_kernel("linear_onto", backend, x, weight, onto):
+        from rille.ops.linear import few
+
+        return few.linear(x, weight, onto, x.dtype)
+    if not x.is_cuda or torch.is_grad_enabled():
+        return functional.linear(x, weight) + onto
+    return onto.addmm_(x, weight.t())
+
+
+def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x W' in fp32 from 16-bit operands where `is_few`: [N, C]."""
+    from rille.ops.linear import few
+
+    return few.linear(x, weight, None, torch.float32)
+
+
+def is_few(x: Tensor, weight: Tensor, *others: Tensor) -> bool:
+    """Whether the kernel runs by default: x [N, D] has few rows, on a GPU, and nothing is differentiated."""
+    return x.is_cuda and not _obstacle(x, weight, *others)
+
+
+def _obstacle(x: Tensor, weight: Tensor, *others: Tensor) -> str:
+    """Why the kernel cannot run, or an empty string."""
+    if not HAS_TRITON:
+        return "triton is not installed"
+    if torch.compiler.is_compiling():
+        return "a compiled model calls the library"
+    from rille.ops.launching import INTERPRET
+
+    if not x.is_cuda and not INTERPRET:
+        return f"the tensors are on {x.device.type}"
+    if x.ndim != 2 or not 0 < len(x) <= (MOST_ROWS if x.shape[1] <= WIDE else 1):
+        return f"the kernel takes 1 to {MOST_ROWS} rows, and 1 of more than {WIDE}, not {tuple(x.shape)}"
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, *others)):
+        return "the kernel has no gradient"
+    known = (torch.bfloat16, torch.float16, torch.float32)
+    if x.dtype not in known or any(t.dtype != x.dtype for t in (weight, *others)):
+        return f"the kernel takes bf16, fp16 or fp32 alike, not {x.dtype} and {weight.dtype}"
+    if weight.ndim != 2 or weight.shape[1] != x.shape[1] or not weight.is_contiguous() or x.stride(1) != 1:
+        return f"the kernel takes x [N, D] with dense rows and dense weights [C, D], not {x.shape} and {weight.shape}"
+    return ""
+
+
+def _by_kernel(op: str, backend: str | None, x: Tensor, *others: Tensor) -> bool:
+    if backend is None:
+        return is_few(x, *others)
+    if backend not in BACKENDS:
+        raise ValueError(f"{op}: unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
+    if backend == "triton" and (reason := _obstacle(x, *others)):
+        raise ValueError(f"{op}: backend 'triton' cannot run: {reason}")
+    return backend == "triton"

@@ -1,0 +1,31 @@
+"""Launches of the product of a few rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rille.ops.launching import launch
+from rille.ops.linear import few_kernels
+
+HELD = 2048  # channels of a row of weights that a program holds
+
+
+def sizes(rows: int, C: int, D: int) -> dict[str, int]:
+    """Columns of a program: few, so that every processor has work, and more where there is enough of it."""
+    block = max(32, 1 << (D - 1).bit_length())
+    columns = 4 if C <= 1024 else 8 if C <= 8192 else 16
+    columns = min(columns, max(1, 16384 // min(block, HELD)))
+    return dict(BLOCK=min(block, HELD), COLUMNS=columns, ROWS=1 << (rows - 1).bit_length(), num_warps=4)
+
+
+def linear(x: Tensor, weight: Tensor, onto: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """[N, C] in dtype. onto: with a dense last axis."""
+    (N, D), C = x.shape, weight.shape[0]
+    y = torch.empty(N, C, dtype=dtype, device=x.device)
+    if onto is not None and onto.stride(1) != 1:
+        onto = onto.contiguous()
+    s = sizes(N, C, D)
+    arguments = (x, weight, onto, y, N, C, x.stride(0), 0 if onto is None else onto.stride(0))
+    launch(few_kernels.few_product, -(-C // s["COLUMNS"]), arguments, D=D, **s)
+    return y

@@ -1,0 +1,33 @@
+"""One launch of the product of a few rows as the H200 would see it, for `rille.ops.ahead`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rille.ops.ahead import Specimen
+from rille.ops.linear import few_kernels
+from rille.ops.linear.few import sizes
+
+NUMBERS = ("N", "C", "x_row", "onto_row")
+
+
+def specimen(name: str, rows: int, C: int, D: int, onto: bool = False) -> Specimen:
+    constexprs: dict[str, Any] = dict(sizes(rows, C, D), D=D)
+    warps = constexprs.pop("num_warps")
+    if not onto:
+        constexprs["onto"] = None
+    kernel: Any = few_kernels.few_product
+    signature = {n: "i32" if n in NUMBERS else "*bf16" for n in kernel.arg_names if n not in constexprs}
+    return Specimen(
+        f"linear_{name}", kernel, signature, constexprs, warps, divisible=("x", "w", "y", "onto", "C", "x_row")
+    )
+
+
+SPECIMENS = [
+    specimen("joint", 1, 2704, 512),
+    specimen("square", 1, 512, 512),
+    specimen("onto", 1, 512, 256, True),
+    specimen("down", 8, 512, 896),
+    specimen("head", 8, 32768, 512),
+    specimen("wide", 1, 7168, 7168),
+]

@@ -1,0 +1,79 @@
+"""Products of a few rows: the kernel against PyTorch."""
+
+import pytest
+import torch
+
+from rille.ops.linear import is_few, linear, linear_onto, wide_linear
+
+pytest.importorskip("triton")
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU the interpreter runs")
+
+
+def draw(N, width, seed=0):
+    """Rows that lie apart, NaN beside them."""
+    wide = torch.full((N, width + 9), torch.nan)
+    wide[:, 4:-5] = torch.randn(N, width, generator=torch.Generator().manual_seed(N + width + seed))
+    return wide[:, 4:-5]
+
+
+SIZES = [(1, 5, 16), (3, 40, 33), (8, 9, 100), (2, 70, 512), (1, 7, 2100)]
+
+
+@on_cpu
+@pytest.mark.parametrize("N, C, D", SIZES)
+def test_products_are_those_of_pytorch(N, C, D):
+    x, w, onto = draw(N, D), draw(C, D, 1).contiguous(), draw(N, C, 2)
+    exact = x.double() @ w.double().t()
+    for got, want in (
+        (linear(x, w, backend="triton"), exact),
+        (linear_onto(x, w, onto, backend="triton"), exact + onto),
+    ):
+        assert got.shape == (N, C) and got.dtype == x.dtype
+        assert (got.double() - want).abs().max() <= 2e-6 * want.abs().max()
+    assert torch.equal(linear(x, w), torch.nn.functional.linear(x, w))  # what a CPU does by itself
+    assert torch.equal(linear_onto(x, w, onto), torch.nn.functional.linear(x, w) + onto)
+
+
+@on_cpu
+def test_a_row_has_the_same_bits_alone_and_among_others():
+    x, w = draw(6, 48), draw(20, 48, 1).contiguous()
+    together = linear(x, w, backend="triton")
+    for n in range(6):
+        assert torch.equal(linear(x[n : n + 1], w, backend="triton")[0], together[n])
+    x[3, 7] = torch.nan
+    others = torch.arange(6) != 3
+    got = linear(x, w, backend="triton")
+    assert torch.equal(got[others], together[others]) and got[3].isnan().all()
+
+
+def test_what_cannot_run_says_why():
+    x, w = draw(3, 16), draw(5, 16).contiguous()
+    assert not is_few(x, w)
+    for wrong, reason in (
+        ((draw(9, 16), w), "1 to 8 rows"),
+        ((draw(2, 2100), draw(5, 2100).contiguous()), "1 of more than 2048"),
+        ((x, w.double()), "alike"),
+        ((x, draw(5, 16)), "dense weights"),
+        ((x, w.requires_grad_()), "no gradient"),
+    ):
+        with pytest.raises(ValueError, match=f"{reason}|tensors are on"):
+            linear(*wrong, backend="triton")
+    with pytest.raises(ValueError, match="unknown backend"):
+        linear(x, w, backend="fast")
+    linear(x, w).sum().backward()
+    assert w.grad is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("N", [1, 3, 8])
+@pytest.mark.parametrize("C, D", [(2704, 512), (512, 256), (512, 896), (32768, 512), (64, 48)])
+def test_on_a_gpu_in_bf16(N, C, D):
+    x, w, onto = (t.cuda().bfloat16() for t in (draw(N, D), draw(C, D, 1).contiguous() / D**0.5, draw(N, C, 2)))
+    exact = x.double() @ w.double().t()
+    with torch.no_grad():
+        assert is_few(x, w)
+        found = [(linear(x, w), exact), (linear_onto(x, w, onto), exact + onto.double()), (wide_linear(x, w), exact)]
+        assert torch.equal(linear(x[N - 1 :], w)[0], found[0][0][N - 1])
+    for got, want in found:
+        limit = 2**-8 if got.dtype == torch.bfloat16 else 1e-5
+        assert (got.double() - want).norm() <= limit * want.norm()
