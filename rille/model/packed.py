@@ -18,6 +18,7 @@ from rille.model.moe import LatentMoE
 from rille.model.shards import Pending
 from rille.ops.mx import dequantise_mxfp4
 from rille.ops.mx.experts import HIGHEST_SCALE, PackedExperts, packed_expert_glu
+from rille.ops.norm import rms_norm
 
 GROUP = 32  # input columns that share a scale
 
@@ -42,6 +43,9 @@ class PackedExpertWeights(ExpertWeights):
         assert self.w13_scale is not None and self.w2_scale is not None
         experts = PackedExperts(self.w13, self.w13_scale, self.w2, self.w2_scale, self.act)
         return packed_expert_glu(x_NL, ids_NA, weights_NA, experts)
+
+    def normed(self, x_NL: Tensor, ids_NA: Tensor, weights_NA: Tensor, gain_L: Tensor, eps: float) -> Tensor:
+        return rms_norm(self(x_NL, ids_NA, weights_NA).to(x_NL.dtype), gain_L, eps)
 
 
 def packed_model(
