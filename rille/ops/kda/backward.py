@@ -30,7 +30,8 @@ from rille.ops.kda.segment_launch import border_gradients
 from rille.ops.kda.segments import Segments
 from rille.ops.launching import launch, rows_of
 
-TILED = False  # the last kernel in Gluon where it can run; its Triton twin otherwise
+TILED, TILED_PREPARE = False, False  # the last and the first kernel in Gluon where they can run, not their Triton twins
+SOFTPLUS_TILED = False  # likewise for the softplus gate
 
 
 class Prepared(NamedTuple):
@@ -154,8 +155,14 @@ def prepare(inputs: Inputs, digits: int) -> Prepared:
         ones_of_half(q_NHK.device, dtype), *prepared,
         *(x.stride(0) for x in (q_NHK, k_NHK, z_NHK, inputs.b_NH)), inputs.lower_bound or 0.0, K**-0.5,
     )  # fmt: skip
-    shape = dict(H=H, K=K, BOUNDED=inputs.lower_bound is not None, **types(dtype), DIGITS=digits, num_warps=K // 16)
-    launch(prepare_kernel, M * H, arguments, **shape)
+    bounded = inputs.lower_bound is not None
+    if TILED_PREPARE and bounded and K == 128 and all(for_tma(x) for x in (q_NHK, k_NHK, z_NHK)):
+        from rille.ops.kda.backward_prepare_gluon import prepare_tile_kernel
+
+        launch(prepare_tile_kernel, M * H, arguments, H=H, DIGITS=digits, num_warps=8, maxnreg=80)
+    else:
+        shape = dict(H=H, K=K, BOUNDED=bounded, **types(dtype), DIGITS=digits, num_warps=K // 16)
+        launch(prepare_kernel, M * H, arguments, **shape)
     return prepared
 
 
@@ -222,10 +229,16 @@ def local(
         *(x.stride(0) for x in (q_NHK, k_NHK, z_NHK, v_NHV, do_NHV)), inputs.lower_bound or 0.0, K**-0.5,
     )  # fmt: skip
     bounded = inputs.lower_bound is not None
-    if TILED and bounded and K == V == 128 and all(for_tma(x) for x in (*inputs[:4], do_NHV)):
+    in_tiles = K == V == 128 and all(for_tma(x) for x in (*inputs[:4], do_NHV))
+    if TILED and bounded and in_tiles:
         from rille.ops.kda.backward_local_gluon import local_tile_kernel
 
         launch(local_tile_kernel, M * H, arguments, H=H, num_warps=8)
+    elif SOFTPLUS_TILED and not bounded and in_tiles:
+        from rille.ops.kda.backward_softplus_gluon import softplus_tile_kernel
+
+        ones = ones_of_blocks(q_NHK.device, dtype)
+        launch(softplus_tile_kernel, M * H, (*arguments[:9], ones, *arguments[10:]), H=H, num_warps=8)
     else:
         shape = dict(H=H, K=K, V=V, BV=min(V, 128), BOUNDED=bounded, **types(dtype), num_warps=K // 16)
         launch(local_kernel, M * H, arguments, **shape)
@@ -253,3 +266,17 @@ def ones_of_half(device: torch.device, dtype: torch.dtype) -> Tensor:
     half = CHUNK // 2
     anchored = anchors(device, dtype)[:half, :half].T
     return torch.stack([torch.eye(half, dtype=dtype, device=device), anchored, torch.ones_like(anchored).tril()])
+
+
+@lru_cache
+def ones_of_blocks(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """[5, 32, 32], right operands of x^T, rows j that are summed for column i: i and later rows; earlier rows; those
+    between i and the border of the tiles; from the middle of i's block of 8 to i, negative where i comes first; from
+    rows of a tile's first block after i to the middle of the second."""
+    half = CHUNK // 2
+    i, j = torch.arange(half, device=device)[None, :], torch.arange(half, device=device)[:, None]
+    border, middle = half // 2, i // 8 * 8 + 4
+    to_border = torch.where(i < border, (j > i) & (j < border), (j >= border) & (j <= i))
+    from_middle = ((j >= middle) & (j <= i)).int() - ((j > i) & (j < middle)).int()
+    beyond = (j > i) & (j < middle + 8) & (i % border < 8)
+    return torch.stack([(j >= i).to(dtype), *(x.to(dtype) for x in (j < i, to_border, from_middle, beyond))])

@@ -10,6 +10,7 @@ from rille.ops.ahead import Specimen
 from rille.ops.kda.backward_kernels import prepare_kernel, reverse_kernel, states_kernel
 from rille.ops.kda.backward_local import local_kernel
 from rille.ops.kda.backward_local_gluon import local_tile_kernel
+from rille.ops.kda.backward_softplus_gluon import softplus_tile_kernel
 
 POINTERS = {
     "*bf16": "q_ptr k_ptr v_ptr z_ptr b_ptr do_ptr dv_ptr identity_ptr ones_ptr q_out_ptr "
@@ -52,12 +53,11 @@ def local(name: str, K: int = 128, V: int = 128, bounded: bool = True, **limits:
     return specimen(f"local_{name}", local_kernel, constexprs, num_warps, want_wgmma=True, **limits)
 
 
-def local_tile() -> Specimen:
-    kernel: Any = local_tile_kernel
+def local_tile(name: str, kernel: Any, spills: int) -> Specimen:
     constexprs = dict(H=96, num_warps=8)
     signature: dict[str, Any] = {name: TYPES[name] for name in kernel.arg_names if name not in constexprs}
-    limits: dict[str, Any] = dict(max_spill_bytes=160, reason=SPILL["reason"])
-    return Specimen("kda_backward_local_tile", kernel, signature, constexprs, 8, divisible=WHOLE, **limits)
+    limits: dict[str, Any] = dict(max_spill_bytes=spills, reason=SPILL["reason"])
+    return Specimen(f"kda_backward_{name}", kernel, signature, constexprs, 8, divisible=WHOLE, **limits)
 
 
 SPILL: dict[str, Any] = dict(max_spill_bytes=800, reason="two halves and what they exchange")
@@ -69,7 +69,8 @@ SPECIMENS = [
     a_pass("states_v64", states_kernel, 64, absent="initial_ptr"),
     a_pass("reverse_v128", reverse_kernel, 128, absent="dfinal_ptr dinitial_ptr"),
     a_pass("reverse_v64", reverse_kernel, 64),
-    local_tile(),
+    local_tile("local_tile", local_tile_kernel, 160),
+    local_tile("softplus_tile", softplus_tile_kernel, 400),
     local("k128", **SPILL),
     local("v64", V=64, **SPILL),
     local("k64", K=64, V=64, **SPILL),
