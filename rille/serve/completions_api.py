@@ -79,6 +79,11 @@ class Completions:
 
     async def pieces(self) -> AsyncGenerator[Piece | Ended, None]:
         """Of all turns as they come, with the indices of the whole request."""
+        if len(self.turns) == 1:  # nothing to bring together, and a queue costs as much as all before it
+            async with aclosing(self.turns[0].pieces()) as pieces:
+                async for piece in pieces:
+                    yield piece
+            return
         queue: asyncio.Queue[Piece | Ended | int] = asyncio.Queue()
 
         async def read(place: int, turn: Turn) -> None:
