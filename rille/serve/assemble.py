@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from rille.model.arguments import as_path
 from rille.model.checkpoint import load_model
 from rille.model.locate import find_checkpoint
 from rille.model.model import K3
@@ -34,7 +35,7 @@ def load(checkpoint: str | Path | K3, config: EngineConfig) -> tuple[K3, Tokeniz
         return checkpoint, None
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda: this machine has no CUDA device that torch can use; give device cpu")
-    place = find_checkpoint(checkpoint)
+    place = find_checkpoint(as_path(checkpoint))
     has_tokenizer = any((place / name).is_file() for name in ("tiktoken.model", "tokenizer.json"))
     tokenizer = load_tokenizer(place) if has_tokenizer else None
     model = load_model(place, dtype=DTYPES[config.dtype], device=config.device, experts=config.experts)
@@ -62,14 +63,27 @@ def count_pages(model: K3, config: EngineConfig) -> int:
     return room // size
 
 
+def new_tiers(pages: Pages, config: EngineConfig) -> tuple[HostTier | None, HostTier | None]:
+    """Host memory behind the cache, and for sequences that are set aside. Raises ValueError for less than what one
+    sequence goes on from, a state and a page of latents: it would never be used, and nobody would know."""
+    size, least = pages.layout.page_bytes, pages.layout.groups + 1
+    host, offloads = int(config.host_gib * 2**30) // size, config.preemption == "offload"
+    if not config.host_gib:
+        return None, None
+    if host < (need := least * (1 + offloads)):
+        raise ValueError(
+            f"host_gib is {config.host_gib:g}, {host} pages of {size:,} bytes; a state and some latents take {least} "
+            f"pages{', twice with offload' * offloads}: give {-(-need * size // 2**20) / 2**10:g} or more, or 0"
+        )
+    in_tier = host // 2 if offloads else host
+    tier = HostTier(in_tier, pages.read, pages.write)
+    return tier, HostTier(host - in_tier, pages.read, pages.write) if offloads else None
+
+
 def new_scheduler(pages: Pages, num_pages: int, config: EngineConfig, max_positions: int) -> Scheduler:
     """The scheduler over a pool. max_positions: tokens that the checkpoint was made for. Raises ValueError where the
     pool holds not even one token and the next."""
-    layout, host = pages.layout, int(config.host_gib * 2**30) // pages.layout.page_bytes
-    offloads = config.preemption == "offload"
-    in_tier = host // 2 if offloads else host
-    tier = HostTier(in_tier, pages.read, pages.write) if in_tier else None
-    park = HostTier(host - in_tier, pages.read, pages.write) if offloads else None
+    layout, (tier, park) = pages.layout, new_tiers(pages, config)
     retention = Retention(interval=config.checkpoint_interval, exact=config.exact_ends and not config.deterministic)
     unit = config.hash_unit if config.hash_unit is not None else unit_for(layout.page_tokens, layout.groups)
     cache = PrefixCache(num_pages, layout.page_tokens, layout.groups, unit=unit, retention=retention, tier=tier)
@@ -94,6 +108,10 @@ def new_scheduler(pages: Pages, num_pages: int, config: EngineConfig, max_positi
 def new_drafter(model: K3, config: EngineConfig, own: Drafter | None = None) -> Drafter | None:
     """The caller's own or the one that the settings name. Raises ValueError where the model or the settings do not
     allow it."""
+    if own is not None and not all(hasattr(own, name) for name in ("reads_hidden", "propose", "observe", "forget")):
+        raise ValueError(
+            f"drafter is {own!r:.80}; it must be none, ngram, mtp, or an object with the Drafter's methods"
+        )
     if own is not None and config.deterministic:
         raise ValueError(f"deterministic goes without a drafter, but there is {type(own).__name__}")
     if own is not None or config.drafter == "none":

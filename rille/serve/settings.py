@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from math import isfinite
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from rille.misspelt import named_fields
+from rille.serve.tools import fits
 
 
 @named_fields
@@ -88,6 +90,7 @@ class EngineConfig:
     """Fill free memory with NaN between steps, to find what reads it. Slow."""
 
     def __post_init__(self):
+        check_kinds(self)
         if self.hash_unit is not None and (self.hash_unit < 64 or self.hash_unit % 64):
             raise ValueError(f"hash_unit is {self.hash_unit}; it must be a multiple of 64")
         check_max_length(self.max_length)
@@ -110,3 +113,14 @@ def check_max_length(max_length: int | None) -> None:
     """Raise ValueError where no prompt could have a reply."""
     if max_length is not None and max_length < 2:
         raise ValueError(f"max_length is {max_length}; it must be at least 2, a token to read and one to write")
+
+
+def check_kinds(config: Any) -> None:
+    """Raise ValueError for the first field of a dataclass that holds no value of its kind, or an infinite one."""
+    for name, hint in get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        if not fits(value, hint) or (isinstance(value, float) and not isfinite(value)):
+            kinds = get_args(hint) or (hint,)
+            words = kinds if get_origin(hint) is Literal else [getattr(k, "__name__", k) for k in kinds]
+            text = " or ".join(map(str, words)).replace("NoneType", "None")
+            raise ValueError(f"{name} is {value!r:.80}; it must be {text}")

@@ -218,65 +218,6 @@ def test_what_cannot_be_is_refused(model):
         Engine(model, num_pages=2)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (dict(prompt=[1.5]), "an id of the prompt is 1.5"),
-        (dict(prompt="abc"), "give a list of token ids"),
-        (dict(prompt=5), "give a list of token ids"),
-        (dict(prompt=[1], priority="high"), "priority is 'high'"),
-        (dict(prompt=[1], deadline_s="2"), "deadline_s is '2'"),
-        (dict(prompt=[1], deadline_s=10**400), "deadline_s is a number of 1,329 bits"),
-        (dict(prompt=[1], kind="huge"), "kind 'huge' is not one of"),
-        (dict(prompt=[1], marks=[0.5]), "one of marks is 0.5"),
-        (dict(prompt=[1], marks=1), "marks is 1; give a list"),
-        (dict(prompt=[1], images=1), "images is 1; give a list"),
-        (dict(prompt=[1], id=["a"]), "id is .* it must be a text"),
-        (dict(prompt=[1], params={"n": 1}), "params is .* give SamplingParams"),
-    ],
-)
-def test_a_request_of_the_wrong_kind_is_its_own_fault(model, wrong, message):
-    """Refused where it is made or handed in; what runs beside it goes on."""
-    served = engine(model)
-    handle = served.submit(Request(prompt=(1, 2, 3), params=SamplingParams(max_tokens=5)))
-    with pytest.raises(ValueError, match=message):
-        served.submit(Request(**wrong))
-    assert list(handle)[-1].reason == "length"
-
-
-@pytest.mark.parametrize(
-    ("prompts", "params", "message"),
-    [
-        (None, GREEDY, "prompts is None; give a list of lists"),
-        ("abc", GREEDY, "prompts is 'abc'; give a list of lists"),
-        ([b"abc"], GREEDY, "a prompt is b'abc'; give a list"),
-        ([[1]], [None], "params is None; give SamplingParams"),
-        ([[1]], {"max_tokens": 3}, "params is .* give SamplingParams"),
-        ([[1]], 5, "params is 5; give SamplingParams"),
-        ([[1]], [GREEDY] * 2, "1 prompts but 2 sampling parameters"),
-    ],
-)
-def test_what_is_no_list_of_prompts_is_refused(model, prompts, params, message):
-    with pytest.raises(ValueError, match=message):
-        engine(model).generate(prompts, params)
-
-
-def test_iterators_are_lists_too(model):
-    served = engine(model)
-    [[want]] = served.generate([[1, 2, 3]], GREEDY)
-    [[one]] = served.generate((iter([1, 2, 3]) for _ in range(1)), (GREEDY for _ in range(1)))
-    [*_, last] = served.submit(Request(prompt=iter([1, 2, 3]), params=GREEDY))
-    assert one.tokens == want.tokens and last.usage.prompt_tokens == 3
-
-
-def test_ids_may_come_as_tensors(model):
-    ids, greedy = torch.tensor([5, 6, 7]), SamplingParams(max_tokens=5, temperature=0)
-    served = engine(model)
-    [[one]], [[two]] = served.generate([ids], greedy), served.generate([ids.tolist()], greedy)
-    assert one.tokens == two.tokens == tuple(one.tokens)
-    assert Request(prompt=[*ids]).prompt == (5, 6, 7)
-
-
 def test_prompts_beside_a_refused_one_do_not_run(model):
     served = engine(model)
     for wrong, error in (([1] * 7552, TooLarge), ([], ValueError), (7, ValueError)):
