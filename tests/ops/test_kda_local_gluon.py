@@ -1,6 +1,8 @@
-"""The Gluon form of the last kernel of the KDA backward against its Triton twin: run by Python on a CPU, where the twin
-keeps fp32 operands in the interpreter and the difference is the rounding of operands to bf16, and on a card."""
+"""The Gluon forms of the last and the first kernel of the KDA backward against their Triton twins: run by Python on a
+CPU, where the twins keep fp32 operands in the interpreter and the difference is the rounding of operands to bf16, and
+on a card."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from rille.ops.kda import backward as kernels
-from rille.ops.kda import backward_local_gluon, intra_gluon
+from rille.ops.kda import backward_local_gluon, backward_prepare_gluon, intra_gluon
 from rille.ops.kda.backward import Gradients, Inputs, local, prepare, reverse, states
 from rille.ops.kda.forward import INTERPRET, intra
 from rille.packing import Packing
@@ -56,14 +58,19 @@ def in_bf16(inputs: Inputs, last: Last) -> tuple[Inputs, Last]:
 
 @pytest.fixture
 def tiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last kernel is the Gluon one; without a card its launches are run by Python."""
+    """The first and the last kernel are the Gluon ones; without a card their launches are run by Python."""
     monkeypatch.setattr(kernels, "TILED", True)
+    monkeypatch.setattr(kernels, "TILED_PREPARE", True)
     if INTERPRET:
-        _, copy = kernels_of(monkeypatch, intra_gluon, backward_local_gluon)
+        _, last, first = kernels_of(monkeypatch, intra_gluon, backward_local_gluon, backward_prepare_gluon)
+        copies = {
+            backward_local_gluon.local_tile_kernel: last.local_tile_kernel,
+            backward_prepare_gluon.prepare_tile_kernel: first.prepare_tile_kernel,
+        }
 
         def launch(kernel: Any, programs: int, arguments: tuple, **options: Any) -> None:
-            assert kernel is backward_local_gluon.local_tile_kernel
-            Kernel(lambda *values, H: copy.local_tile_kernel(*values, H, 8))[(programs,)](*arguments, **options)
+            run = partial(copies[kernel], num_warps=options["num_warps"])
+            Kernel(run)[(programs,)](*arguments, **options)
 
         monkeypatch.setattr(kernels, "launch", launch)
 
@@ -106,3 +113,21 @@ def test_twins_agree_on_a_card(gate: str, size: float, request: pytest.FixtureRe
     for x, y in zip((*spoilt[:2], *spoilt[3:5]), (*got[:2], *got[3:5]), strict=True):
         assert torch.equal(x[:start], y[:start])
         assert torch.equal(x[start + LENGTHS[6] :], y[start + LENGTHS[6] :])
+
+
+@pytest.mark.parametrize("digits", [1, 2])
+def test_twins_of_the_first_kernel_agree(digits: int, request: pytest.FixtureRequest) -> None:
+    """Rows are rounded once in each; with two digits the written keys agree to the second one's rounding."""
+    inputs, last = draw("random", torch.float32 if INTERPRET else torch.bfloat16)
+    wanted = prepare(inputs, digits)
+    request.getfixturevalue("tiled")
+    got = prepare(in_bf16(inputs, last)[0], digits)
+    for name, x, y in zip(got._fields, got, wanted, strict=True):
+        x, y = x.double(), y.double()
+        if name == "k_end_DMHCK":
+            x, y = x.sum(0), y.sum(0)
+        if name == "norms_MH4C":
+            x, y = x[:, :, :3], y[:, :, :3]  # the fourth is room
+        limit = {"q_start_MHCK": 4e-3, "k_start_MHCK": 4e-3, "k_end_DMHCK": 4e-3 if digits == 1 else 5e-5}
+        assert bool(x.isfinite().all()), name
+        assert (x - y).norm() <= limit.get(name, 1e-6) * y.norm(), name

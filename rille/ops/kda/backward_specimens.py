@@ -10,6 +10,7 @@ from rille.ops.ahead import Specimen
 from rille.ops.kda.backward_kernels import prepare_kernel, reverse_kernel, states_kernel
 from rille.ops.kda.backward_local import local_kernel
 from rille.ops.kda.backward_local_gluon import local_tile_kernel
+from rille.ops.kda.backward_prepare_gluon import prepare_tile_kernel
 from rille.ops.kda.backward_softplus_gluon import softplus_tile_kernel
 
 POINTERS = {
@@ -42,6 +43,13 @@ def prepare(name: str, bounded: bool = True) -> Specimen:
     return specimen(f"prepare_{name}", prepare_kernel, constexprs, 8)
 
 
+def prepare_tile() -> Specimen:
+    kernel: Any = prepare_tile_kernel
+    constexprs = dict(H=96, DIGITS=2, num_warps=8)
+    signature: dict[str, Any] = {name: TYPES[name] for name in kernel.arg_names if name not in constexprs}
+    return Specimen("kda_backward_prepare_tile", kernel, signature, constexprs, 8, divisible=WHOLE, maxnreg=80)
+
+
 def a_pass(name: str, kernel: Any, BV: int, absent: str = "") -> Specimen:
     shape = dict(H=96, K=128, V=128, BV=BV, OPERAND=tl.bfloat16, INTERPRET=False, DIGITS=2, STAGES=2)
     return specimen(name, kernel, shape | dict.fromkeys(absent.split()), BV // 16, want_wgmma=True)
@@ -63,6 +71,7 @@ def local_tile(name: str, kernel: Any, spills: int) -> Specimen:
 SPILL: dict[str, Any] = dict(max_spill_bytes=800, reason="two halves and what they exchange")
 DIRECT: dict[str, Any] = dict(max_spill_bytes=2700, reason="both halves at once; right, not fast")
 SPECIMENS = [
+    prepare_tile(),
     prepare("k128"),
     prepare("softplus", bounded=False),
     a_pass("states_v128", states_kernel, 128, absent="initial_ptr"),
