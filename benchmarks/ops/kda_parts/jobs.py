@@ -206,7 +206,7 @@ def tuners() -> list[Any]:
 
 def forget_settings() -> None:
     """fla keys its settings by heads and widths, not by tokens: what it found for one work it would keep for the next
-    of the same process."""
+    of the same process. (A forward pass alone has kernels of the training step before it, on the same inputs.)"""
     for tuner in tuners():
         tuner.cache.clear()
 
@@ -223,7 +223,6 @@ def settings_tried() -> tuple[int, float]:
 
 def fla_beside_ours(row: dict[str, Any], case: Any, rep: int) -> None:
     """fla first tries all settings of its kernels on this very work, as long as it would by itself."""
-    forget_settings()
     for _ in range(3):
         case.fla()
     row["settings"], row["tuning s"] = settings_tried()
@@ -258,8 +257,11 @@ def time_train(row: dict[str, Any], options: Options, speed: float) -> None:
 def time_group(group: str, options: Options) -> None:
     speed = forward.copy_speed()
     append(options, "copy", {"work": group, "TB/s": speed * 1e-9})
+    before = ""
     for part, work in GROUPS[group]:
-        measure = time_forward if part == "forward" else time_train
+        if work != before:
+            forget_settings()
+        before, measure = work, time_forward if part == "forward" else time_train
         attempt(options, part, work, lambda row, measure=measure: measure(row, options, speed))
 
 
