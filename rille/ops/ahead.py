@@ -3,7 +3,7 @@
 Each op with kernels has a `specimens.py`, and `..._specimens.py` where it has many, with `SPECIMENS`, a list of
 `Specimen` (or a function `specimens()` that returns one): a kernel together with the argument types and constants of
 one real launch. Compiling them shows what the interpreter cannot: that the machine code exists, that nothing spills,
-that shared memory fits, that products use wgmma.
+that shared memory fits, that products use wgmma, and that the assembler has not made one mistake it is known for.
 
     python -m rille.ops.ahead [--op kda] [--only WORD] [--sass FOLDER]
 
@@ -60,7 +60,8 @@ class Specimen:
 class Build(NamedTuple):
     """What one compilation gave. spills: bytes of stack and local memory a thread. wgmma, register_a: warp-group
     products, and those whose left operand comes from registers. instructions: in the machine code, of which `looped`
-    lie inside loops; times the warps this is what one program issues, each turn of a loop counted once."""
+    lie inside loops; times the warps this is what one program issues, each turn of a loop counted once. lost: see
+    `lost_addresses`."""
 
     name: str
     warps: int
@@ -71,6 +72,7 @@ class Build(NamedTuple):
     register_a: int
     instructions: int
     looped: int
+    lost: int
 
 
 def compile_specimen(specimen: Specimen, sass_folder: Path | None = None) -> Build:
@@ -102,6 +104,7 @@ def compile_specimen(specimen: Specimen, sass_folder: Path | None = None) -> Bui
         register_a=len(re.findall(r"wgmma.mma_async[^;]*\}, *\{", out.asm["ptx"])),
         instructions=instructions,
         looped=looped,
+        lost=lost_addresses(sass),
     )
 
 
@@ -162,6 +165,15 @@ def _count(sass: str) -> tuple[int, int]:
     return count, len(looped)
 
 
+def lost_addresses(sass: str) -> int:
+    """Instructions that compute with the stack pointer, R1, though no kernel here takes an address on its stack. Where
+    registers run out ptxas 12.8 loses the address of a tile in shared memory and puts R1 in its place: the descriptor
+    of a product then points anywhere, and the kernel ends with an illegal access, on a card only."""
+    uses = [line for line in sass.splitlines() if re.search(r"\bR1\b", line)]
+    kept = re.compile(r"\b(STL|LDL)\b|\bLDC R1,|\b(IADD3|VIADD) R1, R1,")
+    return sum(kept.search(line) is None for line in uses)
+
+
 def violations(specimen: Specimen, build: Build) -> list[str]:
     """What a build breaks of its specimen's limits, in words."""
     found = []
@@ -169,6 +181,8 @@ def violations(specimen: Specimen, build: Build) -> list[str]:
         found.append(f"{build.name}: {build.spills} bytes spilled a thread, at most {specimen.max_spill_bytes}")
     if build.shared > SHARED_LIMIT:
         found.append(f"{build.name}: {build.shared} bytes of shared memory, at most {SHARED_LIMIT}")
+    if build.lost:
+        found.append(f"{build.name}: the stack pointer stands for a lost address in {build.lost} instructions")
     if specimen.want_wgmma and build.wgmma == 0:
         found.append(f"{build.name}: no wgmma instruction")
     return found
@@ -186,7 +200,7 @@ def specimens_of(op: str) -> list[Specimen]:
     return found
 
 
-COLUMNS = "warps regs spill shared wgmma A-reg instr loops"
+COLUMNS = "warps regs spill shared wgmma A-reg instr loops lost"
 HEADER = f"{'kernel':<44} " + " ".join(f"{name:>6}" for name in COLUMNS.split())
 
 

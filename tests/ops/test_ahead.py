@@ -1,0 +1,28 @@
+"""What `rille.ops.ahead` reads from machine code."""
+
+from rille.ops.ahead import Build, Specimen, lost_addresses, violations
+
+SOUND = """
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0040*/                   IADD3 R1, R1, -0x510, RZ ;
+        /*0140*/                   VIADD R1, R1, 0xfffffc60 ;
+        /*0880*/                   STL.64 [R1+0x1f8], R28 ;
+        /*1180*/                   LDL.LU R250, [R1+0x468] ;
+"""
+LOST = """
+        /*9290*/                   IADD3 R217, P5, R1, 0x2, RZ ;
+        /*9350*/                   IADD3.X R9, R1, -0x7fffffe0, RZ, P5, !PT ;
+        /*11640*/                   IADD3 R81, P5, R1.reuse, 0x2, RZ ;
+"""
+
+
+def test_stack_pointer_as_data_is_found() -> None:
+    assert lost_addresses(SOUND) == 0
+    assert lost_addresses(SOUND + LOST) == 3
+
+
+def test_a_lost_address_breaks_the_build() -> None:
+    specimen = Specimen("x", None, {})
+    build = Build("x", 8, 255, 0, 0, 0, 0, 10, 0, lost_addresses(LOST))
+    assert violations(specimen, build) == ["x: the stack pointer stands for a lost address in 3 instructions"]
+    assert violations(specimen, build._replace(lost=0)) == []
