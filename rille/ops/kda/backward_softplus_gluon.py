@@ -56,6 +56,8 @@ from rille.ops.kda.backward_local_gluon import (
 )
 from rille.ops.kda.intra_gluon import LOG2E, SHUT, exp2, leading_bits, reciprocal, softplus_decay
 
+PRIVATE: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))  # fp32, rows of 32
+
 
 @gluon.jit
 def by(x, y, sums):
@@ -123,25 +125,30 @@ def pairs_of_half(dq, dk, dG, q, k, high, low, da_s, dak_s, ones_s):
 
 
 @gluon.jit
-def digits_of_decay(z_s, bias, rate, count, HALF: gl.constexpr):
-    """The log2-decay [channels, 32] in two pieces of 8 bits."""
+def keep_decay(decay_s, z_s, bias, rate, count, HALF: gl.constexpr):
+    """The log2-decay of a half [channels, 32], fp32, to shared memory: to make it again costs more."""
     g = softplus_decay(turned(z_s[HALF]) + bias, rate)
     row = 32 * HALF + gl.arange(0, 32, ROW)[None, :]
-    g = gl.where(row < count, g, 0.0)
+    decay_s[HALF].store(gl.where(row < count, g, 0.0))
+
+
+@gluon.jit
+def digits(g):
+    """The leading 8 bits and the next 8."""
     high = leading_bits(g)
     return bf16(high), bf16(g - high)
 
 
 @gluon.jit
-def put_dz(dg, z_s, bias, rate, unit, pointer, stride: gl.constexpr, count, HALF: gl.constexpr):
+def put_dz(dg, z_s, decay_s, bias, rate, unit, pointer, stride: gl.constexpr, count, HALF: gl.constexpr):
     """dz of a half to memory; sums over its rows of dz, and of dg times the decay."""
+    g = decay_s[HALF].load(TALL)
     x = turned(z_s[HALF]) + bias
     row = 32 * HALF + gl.arange(0, 32, ROW)[None, :]
-    g = softplus_decay(x, rate)
     dg = gl.where((row < count) & (g > -SHUT), dg * unit, 0.0)
     dz = dg * (-rate * reciprocal(1.0 + exp2(gl.minimum(x * -LOG2E, 126.0))))
     put_rows(pointer, dz, stride, count, HALF)
-    return gl.sum(dz, 1), gl.sum(dg * (g * 0.6931471805599453), 1)
+    return gl.sum(dz, 1), gl.sum(dg * g, 1) * 0.6931471805599453
 
 
 @gluon.jit
@@ -250,6 +257,9 @@ def softplus_tile_kernel(
     dstate_s = buffers(2, 64, 128, TILE)
     pairs_s = buffers(6, 32, 32, SMALL)
     ones_s = buffers(5, 32, 32, SMALL)
+    decay_s = ()
+    for _ in gl.static_range(2):
+        decay_s = decay_s + (gl.allocate_shared_memory(gl.float32, [128, 32], PRIVATE),)
     numbers_s = gl.allocate_shared_memory(gl.float32, [8, 32], LINE)  # norms of q, of k, beta: a and b of each
     own_s = gl.allocate_shared_memory(gl.float32, [2, 32], LINE)
     along_s = gl.allocate_shared_memory(gl.float32, [2, 32], LINE)
@@ -290,16 +300,18 @@ def softplus_tile_kernel(
     through = along_channels(state_s, dstate_s)[:, None] * (exp2(t0 + t1 + t2 + t3) / unit)
     none = t0 * 0.0
 
-    high, low = digits_of_decay(z_s, bias, rate, count, 0)
+    keep_decay(decay_s, z_s, bias, rate, count, 0)
+    keep_decay(decay_s, z_s, bias, rate, count, 1)
+    high, low = digits(decay_s[0].load(TALL))
     k = turned(k_s[0]) * numbers_s.index(2).load(ROW)[None, :]
     k_c = bf16(k * exp2(exponents(high, low, ones_s[1].permute((1, 0)))))
-    high, low = digits_of_decay(z_s, bias, rate, count, 1)
+    high, low = digits(decay_s[1].load(TALL))
     k = turned(k_s[1]) * numbers_s.index(3).load(ROW)[None, :]
     dg_b, after, _, to_a = gradients_of_half(
         high, low, k, k_c, tiles, t0 + t1, none, places, unit, scale, count, H, True
     )  # fmt: skip
 
-    high, low = digits_of_decay(z_s, bias, rate, count, 0)
+    high, low = digits(decay_s[0].load(TALL))
     k = turned(k_s[0]) * numbers_s.index(2).load(ROW)[None, :]
     dg_a, _, left, _ = gradients_of_half(
         high, low, k, (k_c, to_a), tiles, none, t2 + t3, places, unit, scale, count, H, False
@@ -308,7 +320,7 @@ def softplus_tile_kernel(
     dg_b += left + through
 
     dz_ptr += token * (H * 128) + h * 128
-    bias_a, rate_a = put_dz(dg_a, z_s, bias, rate, unit, dz_ptr, H * 128, count, 0)
-    bias_b, rate_b = put_dz(dg_b, z_s, bias, rate, unit, dz_ptr, H * 128, count, 1)
+    bias_a, rate_a = put_dz(dg_a, z_s, decay_s, bias, rate, unit, dz_ptr, H * 128, count, 0)
+    bias_b, rate_b = put_dz(dg_b, z_s, decay_s, bias, rate, unit, dz_ptr, H * 128, count, 1)
     gl.store(dbias_ptr + (out * 128 + channel), bias_a + bias_b)
     gl.store(drate_ptr + (out * 128 + channel), rate_a + rate_b)
