@@ -52,11 +52,24 @@ from rille.ops.kda.backward_local_gluon import (
     times,
     times_ones,
     times_state,
-    turned,
 )
 from rille.ops.kda.intra_gluon import LOG2E, SHUT, exp2, leading_bits, reciprocal, softplus_decay
 
 PRIVATE: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))  # fp32, rows of 32
+
+
+@gluon.jit
+def fp32(x):
+    """x in fp32, two numbers by two instructions: the compiler by itself takes three."""
+    return gl.inline_asm_elementwise(
+        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], gl.float32, True, 2
+    )  # fmt: skip
+
+
+@gluon.jit
+def turned(x_s):
+    """x^T in fp32: the layout of a left operand is that of a product."""
+    return fp32(gl.convert_layout(x_s.permute((1, 0)).load(LEFT), TALL, assert_trivial=True))
 
 
 @gluon.jit
@@ -93,12 +106,12 @@ def pairs_of_half(dq, dk, dG, q, k, high, low, da_s, dak_s, ones_s):
     w = exp2(exponents(high, low, ones_s[2]))
     k_w, q_w = bf16(k * w), bf16(q * w)
     sums = by(k_w, in_block(da_s.permute((1, 0)).load(RIGHT), 32), zero)
-    dG += q_w.to(gl.float32) * sums
+    dG += fp32(q_w) * sums
     dq += sums * w
     sums = by(q_w, in_block(da_s.load(RIGHT), 32), zero)
     sums = by(k_w, in_block(dak_s.load(RIGHT), 32), sums)
     sums = by(k_w, in_block(dak_s.permute((1, 0)).load(RIGHT), 32), sums)
-    part = k_w.to(gl.float32) * sums
+    part = fp32(k_w) * sums
     dG += gl.where(row < 16, -part, part)
     dk += sums * w
 
@@ -109,18 +122,18 @@ def pairs_of_half(dq, dk, dG, q, k, high, low, da_s, dak_s, ones_s):
     q_up, k_up = bf16(q * up), bf16(k * up)
     da = da_s.permute((1, 0)).load(RIGHT)
     sums = by(k_over, in_block(da, 16), by(k_down, in_block(da, 8), zero))
-    dG += q_up.to(gl.float32) * sums
+    dG += fp32(q_up) * sums
     dq += sums * up
     dak = dak_s.permute((1, 0)).load(RIGHT)
     sums = by(k_over, in_block(dak, 16), by(k_down, in_block(dak, 8), zero))
-    dG += k_up.to(gl.float32) * sums
+    dG += fp32(k_up) * sums
     dk += sums * up
     da, dak = da_s.load(RIGHT), dak_s.load(RIGHT)
     sums = by(k_up, in_block(dak, 8), by(q_up, in_block(da, 8), zero))
-    dG -= k_down.to(gl.float32) * sums
+    dG -= fp32(k_down) * sums
     dk += sums * down
     sums = by(k_up, in_block(dak, 16), by(q_up, in_block(da, 16), zero))
-    dG -= k_over.to(gl.float32) * sums
+    dG -= fp32(k_over) * sums
     return dq, dk + sums * over, dG
 
 
@@ -182,15 +195,15 @@ def gradients_of_half(
         k_c = between
         q_r, k_r = bf16(q * r), bf16(k * r)
         from_a = times(k_c, pairs_s[1].permute((1, 0)), zero)
-        dG += q_r.to(gl.float32) * from_a
+        dG += fp32(q_r) * from_a
         dq += from_a * r
         from_a = times(k_c, pairs_s[4].permute((1, 0)), zero)
-        dG += k_r.to(gl.float32) * from_a
+        dG += fp32(k_r) * from_a
         dk += from_a * r
         to_a = times(k_r, pairs_s[4], times(q_r, pairs_s[1], zero))
     else:
         k_c, to_a = between
-        dG -= k_c.to(gl.float32) * to_a
+        dG -= fp32(k_c) * to_a
         dk += to_a * c
     dq, dk, dG = pairs_of_half(dq, dk, dG, q, k, high, low, pairs_s[2 * HALF], pairs_s[3 + 2 * HALF], ones_s)
     own = own_s.index(HALF).load(ROW)[None, :] * (beta * per_unit)
