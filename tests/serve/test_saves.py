@@ -1,6 +1,7 @@
 """Checkpoints written inside a step that reads a prompt, against steps that end at each of them."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -79,19 +80,18 @@ def test_the_same_replies_and_the_same_states(monkeypatch, settings):
 
 def forward(model, pages, tables, states, ids, consumed, saves=None):
     """Hidden states of the next tokens of some sequences; saves as in `Saving`."""
-    packing = Packing.of([len(some) for some in ids], consumed)
+    packing = Packing.of([len(some) for some in ids], consumed, pages.device)
     batch = Batch(pages, tables, states)
     if saves is not None:
         batch = Saving(pages, tables, states, None, packing, saves)
     with torch.inference_mode():
-        return model(torch.tensor(sum(ids, [])), Context(packing, batch))
+        return model(torch.tensor(sum(ids, []), device=pages.device), Context(packing, batch))
 
 
-@pytest.mark.parametrize("count", [150, 700])
-def test_a_forward_leaves_states_and_changes_nothing_else(count):
-    """Parts that begin anywhere, one token among them; `count` says which form of the recurrence is chosen."""
-    model = new_model(MODEL.replace(init_std=0.2), seed=3)
-    pages = Pages(MODEL, 60, torch.float32, "cpu", poison=True)
+def check_forward(model, count, assert_same, assert_close):
+    """Parts that begin anywhere, one token among them, leave states; their outputs and other pages are as without, and
+    the states those of forwards that end there."""
+    pages = Pages(model.config, 60, model.dtype, model.device, poison=True)
     G, rows, free = pages.layout.groups, pages.layout.page_tokens, iter(range(60))
     lengths, consumed = [count, 1, 70, 65], [37, 100, 0, 64]
     tables = [[next(free) for _ in range(-(-(a + b) // rows))] for a, b in zip(consumed, lengths, strict=True)]
@@ -106,11 +106,11 @@ def test_a_forward_leaves_states_and_changes_nothing_else(count):
     pages.bytes.copy_(begun)
     places = [[1, 2, 64, 91, 128, count - 1], [], [5, 69], [64]]
     saves = [[(place, [next(free) for _ in range(G)]) for place in some] for some in places]
-    assert torch.equal(forward(model, pages, tables, states, ids, consumed, saves), hidden)
+    assert_same(forward(model, pages, tables, states, ids, consumed, saves), hidden)
     kept = pages.bytes.clone()
     used = [page for some in saves for _, targets in some for page in targets]
     others = [page for page in range(60) if page not in used]
-    assert torch.equal(kept[others], plain[others])
+    assert_same(kept[others], plain[others])
 
     for s, some in enumerate(saves):
         for place, targets in some:
@@ -119,27 +119,61 @@ def test_a_forward_leaves_states_and_changes_nothing_else(count):
             want = [pool[states[s][pages.group_of[layer]]].clone() for layer, pool in pools_of(pages)]
             pages.bytes.copy_(kept)
             for (layer, pool), state in zip(pools_of(pages), want, strict=True):
-                torch.testing.assert_close(pool[targets[pages.group_of[layer]]], state, rtol=1e-4, atol=1e-5)
+                assert_close(pool[targets[pages.group_of[layer]]], state)
+
+
+@pytest.mark.parametrize("count", [150, 700])
+def test_a_forward_leaves_states_and_changes_nothing_else(count):
+    """count: which form of the recurrence is chosen."""
+    model = new_model(MODEL.replace(init_std=0.2), seed=3)
+    close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
+    check_forward(model, count, partial(torch.testing.assert_close, rtol=0, atol=0), close)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("settings", [{}, {"token_budget": 90, "poison": True}])
-def test_the_same_on_a_gpu(monkeypatch, settings):
-    """bf16, kernels. All experts are reached: where few are chosen of many, rounding chooses others. One token each: a
-    second one would follow the first, which rounding may turn where two words are nearly as likely, and checkpoints of
-    a reply are named by its tokens."""
+def test_a_forward_on_a_gpu():
+    """Shallow, so that rounding stays small beside a token: products of other heights round otherwise."""
+    few = preset("nano").replace(num_layers=4, mla_layers=(3,), num_experts=6, init_std=0.1)
+    model = new_model(few, dtype=torch.bfloat16, device="cuda", seed=1)
+
+    def close(got, want, part=0.03):
+        assert (got.float() - want.float()).norm() <= part * want.float().norm()
+
+    check_forward(model, 700, partial(torch.testing.assert_close, rtol=0, atol=0), close)
+
+
+def distances(kept, states):
+    """Of each kept state and tail from another one, as a part of its norm."""
+    assert kept.keys() == states.keys() and len(kept) > 8
+    pairs = [pair for key, layers in kept.items() for pair in zip(layers, states[key], strict=True)]
+    return torch.stack([(a.float() - b.float()).norm() / b.float().norm() for a, b in pairs])
+
+
+@pytest.mark.gpu
+def test_the_same_on_a_gpu(monkeypatch):
+    """bf16, kernels: each way to cut a prompt into steps rounds otherwise. States left on the way are as near to those of
+    steps that end at each place as the latter to one another, cut in two ways. (On a CPU 0.3 %; one token off, 17 %.)
+
+    All experts are reached: where few are chosen of many, rounding chooses others. One token each: a second one would
+    follow the first, which rounding may turn where two words are nearly as likely, and checkpoints of a reply are named
+    by its tokens.
+    """
     model = new_model(preset("nano").replace(num_experts=6, init_std=0.1), dtype=torch.bfloat16, device="cuda", seed=1)
-    one = replace(GREEDY, max_tokens=1)
-    results, steps, kept = serve(model, one, **settings)
+    one, small = replace(GREEDY, max_tokens=1), {"token_budget": 90, "poison": True}
+    on_the_way = [serve(model, one), serve(model, one, **small)]
     in_pieces(monkeypatch)
-    want, more, states = serve(model, one, **settings)
-    assert kept.keys() == states.keys() and len(kept) > 8 and steps < more
-    for key, layers in kept.items():
-        for mine, theirs in zip(layers, states[key], strict=True):
-            assert (mine.float() - theirs.float()).norm() <= 0.05 * theirs.float().norm()
-    for a, b in zip(results, want, strict=True):
-        assert a[-1].usage == b[-1].usage
-        assert a[0].logprob == pytest.approx(b[0].logprob, abs=0.2)
+    (want, more, states), (_, _, others) = serve(model, one), serve(model, one, **small)
+    rounding = distances(others, states)
+    print("mean, most:", rounding.mean().item(), rounding.max().item())
+    assert rounding.mean() < 0.05
+    for results, _, kept in on_the_way:
+        found = distances(kept, states)
+        print("mean, most:", found.mean().item(), found.max().item())
+        assert found.mean() <= 2 * rounding.mean()
+        for a, b in zip(results, want, strict=True):
+            assert a[-1].usage == b[-1].usage
+            assert a[0].logprob == pytest.approx(b[0].logprob, abs=0.2)
+    assert on_the_way[0][1] < more
 
 
 @pytest.mark.gpu
