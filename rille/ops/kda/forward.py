@@ -327,8 +327,8 @@ def launch_twin(
 ) -> None:
     (_, H, V), K, dtype = v_NHV.shape, chunks.decay_MHK.shape[2], chunks.t_DMHCC.dtype
     tiles = [rows_of(x, CHUNK) for x in chunks[:5]]
-    # storing states takes the shared memory of a stage
-    stages = split.stages if indices[6] is None else 2
+    # storing states takes the shared memory of a stage, and so do rows of fp32
+    stages = split.stages if indices[6] is None and v_NHV.element_size() == 2 else 2
     shape = dict(H=H, K=K, V=V, BV=split.BV, **types(dtype), STAGES=stages, num_warps=split.num_warps)
     pointers = (v_NHV, chunks.decay_MHK, o_NHV, *indices[:8])
     launch(state_pass_kernel, programs, (*tiles, *pointers, v_NHV.stride(0), *indices[8:]), **shape)

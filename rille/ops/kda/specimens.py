@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import triton.language as tl
@@ -60,10 +61,12 @@ def tiles(
     return Specimen(f"kda_intra_tile_{name}", kernel, signature, constexprs, K // 16, divisible=WHOLE, **limits)
 
 
-def state_pass(name: str, BV: int, K: int = 128, V: int = 128, absent: str = "") -> Specimen:
-    shape = dict(H=96, K=K, V=V, BV=BV, OPERAND=tl.bfloat16, INTERPRET=False, STAGES=3 if BV == 64 else 2)
+def state_pass(name: str, BV: int, K: int = 128, V: int = 128, absent: str = "", rows: str = "bf16") -> Specimen:
+    stages = 3 if BV == 64 and rows == "bf16" else 2
+    shape = dict(H=96, K=K, V=V, BV=BV, OPERAND=tl.bfloat16, INTERPRET=False, STAGES=stages)
     constexprs = shape | dict.fromkeys(absent.split())
-    return specimen(f"kda_state_pass_{name}", state_pass_kernel, constexprs, BV // 16, want_wgmma=True)
+    made = specimen(f"kda_state_pass_{name}", state_pass_kernel, constexprs, BV // 16, want_wgmma=True)
+    return replace(made, signature={**made.signature} | dict.fromkeys(("v_ptr", "o_ptr"), f"*{rows}"))
 
 
 def ring(name: str, BV: int, K: int = 128, V: int = 128, absent: str = "") -> Specimen:
@@ -112,6 +115,7 @@ SPECIMENS = [
     tiles("softplus_k64", K=64, bounded=False, max_spill_bytes=640, reason=EXPONENTS["reason"]),
     state_pass("v128", 128, absent="initial_ptr slots_ptr saved_ptr saved_slots_ptr"),
     state_pass("v64", 64, absent="slots_ptr saved_ptr saved_slots_ptr"),
+    state_pass("fp32", 64, rows="fp32"),
     state_pass("pool", 128),
     state_pass("k64", 64, K=64, V=64, absent="slots_ptr saved_ptr saved_slots_ptr"),
     state_pass("v256", 128, V=256),
