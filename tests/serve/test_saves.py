@@ -151,8 +151,8 @@ def distances(kept, states):
 
 @pytest.mark.gpu
 def test_the_same_on_a_gpu(monkeypatch):
-    """bf16, kernels: each way to cut a prompt into steps rounds otherwise. States left on the way are as near to those of
-    steps that end at each place as the latter to one another, cut in two ways. (On a CPU 0.3 %; one token off, 17 %.)
+    """bf16, kernels: each way to cut a prompt into steps rounds otherwise. States left on the way are as near to those
+    of steps that end at each place as the latter to one another, cut in two ways (a CPU: 0.3 %; one token off: 17 %).
 
     All experts are reached: where few are chosen of many, rounding chooses others. One token each: a second one would
     follow the first, which rounding may turn where two words are nearly as likely, and checkpoints of a reply are named
