@@ -30,7 +30,7 @@ from rille.ops.kda.segment_launch import border_gradients
 from rille.ops.kda.segments import Segments
 from rille.ops.launching import launch, rows_of
 
-TILED, TILED_PREPARE = False, False  # the last and the first kernel in Gluon where they can run, not their Triton twins
+TILED, TILED_PREPARE = True, False  # the last and the first kernel in Gluon where they can run, not their Triton twins
 SOFTPLUS_TILED = False  # likewise for the softplus gate
 
 
@@ -237,7 +237,7 @@ def local(
     elif SOFTPLUS_TILED and not bounded and in_tiles:
         from rille.ops.kda.backward_softplus_gluon import softplus_tile_kernel
 
-        ones = ones_of_blocks(q_NHK.device, dtype)
+        ones = ones_of_tile(q_NHK.device, dtype)
         launch(softplus_tile_kernel, M * H, (*arguments[:9], ones, *arguments[10:]), H=H, num_warps=8)
     else:
         shape = dict(H=H, K=K, V=V, BV=min(V, 128), BOUNDED=bounded, **types(dtype), num_warps=K // 16)
@@ -269,14 +269,12 @@ def ones_of_half(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 @lru_cache
-def ones_of_blocks(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """[5, 32, 32], right operands of x^T, rows j that are summed for column i: i and later rows; earlier rows; those
-    between i and the border of the tiles; from the middle of i's block of 8 to i, negative where i comes first; from
-    rows of a tile's first block after i to the middle of the second."""
-    half = CHUNK // 2
-    i, j = torch.arange(half, device=device)[None, :], torch.arange(half, device=device)[:, None]
-    border, middle = half // 2, i // 8 * 8 + 4
-    to_border = torch.where(i < border, (j > i) & (j < border), (j >= border) & (j <= i))
+def ones_of_tile(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """[4, 16, 16], right operands of x^T, rows j that are summed for column i: i and later rows; earlier rows; from the
+    middle of i's block of 8 to i, negative where i comes first; from rows of the first block after i to the middle of
+    the second."""
+    i, j = torch.arange(16, device=device)[None, :], torch.arange(16, device=device)[:, None]
+    middle = i // 8 * 8 + 4
     from_middle = ((j >= middle) & (j <= i)).int() - ((j > i) & (j < middle)).int()
-    beyond = (j > i) & (j < middle + 8) & (i % border < 8)
-    return torch.stack([(j >= i).to(dtype), *(x.to(dtype) for x in (j < i, to_border, from_middle, beyond))])
+    beyond = (j > i) & (j < middle + 8) & (i < 8)
+    return torch.stack([x.to(dtype) for x in (j >= i, j < i, from_middle, beyond)])

@@ -185,18 +185,32 @@ def put_dz(
 
 
 @gluon.jit
-def pairs_of_chunk(do_s, dv_s, u_s, v_ptr, v_stride, count, numbers_s, own_s, along_s, pairs_s):
-    """dA and dAk below the diagonal in units of which 32 are their largest, in blocks aa, ba, bb; the diagonal of dA
-    without beta, row by row, and sum_V dV v. Returns the unit."""
+def rows_of(pointer, stride, count):
+    """Rows of a chunk as `fetch_blocks` lays them out, in registers."""
     row = gl.arange(0, 32, gl.SliceLayout(1, BLOCK))[:, None]
     channel = gl.arange(0, 64, gl.SliceLayout(0, BLOCK))[None, :]
+    found = ()
+    for n in gl.static_range(4):
+        at = row + 32 * (n // 2)
+        here = pointer + (at * stride + channel + 64 * (n % 2))
+        found = found + (gl.load(here, mask=(at < count) & (channel >= 0), other=0.0),)
+    return found
+
+
+@gluon.jit
+def pairs_of_chunk(do_s, dv_s, u_s, v_ptr, v_stride, count, numbers_s, own_s, along_s, pairs_s):
+    return pairs_of_rows(do_s, dv_s, u_s, rows_of(v_ptr, v_stride, count), numbers_s, own_s, along_s, pairs_s)
+
+
+@gluon.jit
+def pairs_of_rows(do_s, dv_s, u_s, v, numbers_s, own_s, along_s, pairs_s):
+    """dA and dAk below the diagonal in units of which 32 are their largest, in blocks aa, ba, bb; the diagonal of dA
+    without beta, row by row, and sum_V dV v. Returns the unit."""
     for half in gl.static_range(2):
         own_s.index(half).store(row_sums(do_s, u_s, half))
-        at, sums = row + 32 * half, gl.zeros([32, 64], gl.float32, BLOCK)
+        sums = gl.zeros([32, 64], gl.float32, BLOCK)
         for n in gl.static_range(2):
-            here = v_ptr + (at * v_stride + channel + 64 * n)
-            v = gl.load(here, mask=(at < count) & (channel >= 0), other=0.0)
-            sums += dv_s[2 * half + n].load(BLOCK).to(gl.float32) * v.to(gl.float32)
+            sums += dv_s[2 * half + n].load(BLOCK).to(gl.float32) * v[2 * half + n].to(gl.float32)
         along_s.index(half).store(gl.sum(sums, 1))
     i, j = gl.arange(0, 32, gl.SliceLayout(1, SQUARE))[:, None], gl.arange(0, 32, gl.SliceLayout(0, SQUARE))[None, :]
     beta_a = numbers_s.index(4).load(gl.SliceLayout(0, SQUARE))[None, :]
@@ -363,10 +377,11 @@ def local_tile_kernel(
     t0, t1 = gl.load(at_totals)[:, None], gl.load(at_totals + 128)[:, None]
     t2, t3 = gl.load(at_totals + 256)[:, None], gl.load(at_totals + 384)[:, None]
 
+    v = rows_of(v_ptr + (token * v_stride + h * 128), v_stride, count)
+
     async_copy.wait_group(1)
     gl.thread_barrier()
-    v_ptr += token * v_stride + h * 128
-    unit = pairs_of_chunk(do_s, dv_s, u_s, v_ptr, v_stride, count, numbers_s, own_s, along_s, pairs_s)
+    unit = pairs_of_rows(do_s, dv_s, u_s, v, numbers_s, own_s, along_s, pairs_s)
     async_copy.wait_group(0)
     gl.thread_barrier()
     tiles = (q_s, state_s, dstate_s, do_s, dv_s, u_s, pairs_s, numbers_s, own_s, along_s)
