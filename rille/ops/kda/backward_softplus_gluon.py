@@ -50,7 +50,6 @@ from rille.ops.kda.backward_local_gluon import (
     pairs_of_chunk,
     put_rows,
     times,
-    times_ones,
     times_state,
 )
 from rille.ops.kda.intra_gluon import LOG2E, SHUT, exp2, leading_bits, reciprocal, softplus_decay
@@ -74,67 +73,129 @@ def turned(x_s):
 
 @gluon.jit
 def by(x, y, sums):
-    """sums + x y for x [channels, 32] and y [32, 32] in registers."""
+    """sums + x y for y in registers."""
     return mma_v2(gl.convert_layout(x, LEFT, assert_trivial=True), y, sums)
 
 
 @gluon.jit
+def tiles_of(x):
+    """[channels, 32] as two tiles of 16 rows."""
+    first, second = gl.split(gl.reshape(x, [128, 2, 16]).permute((0, 2, 1)))
+    return gl.convert_layout(first, TALL, assert_trivial=True), gl.convert_layout(second, TALL, assert_trivial=True)
+
+
+@gluon.jit
+def half_of(first, second):
+    """Two tiles as one half."""
+    x = gl.reshape(gl.join(first, second).permute((0, 2, 1)), [128, 32])
+    return gl.convert_layout(x, TALL, assert_trivial=True)
+
+
+@gluon.jit
+def squares_of(y):
+    """The tiles of y [32, 32] on the diagonal, below it and above it."""
+    left, right = gl.split(gl.reshape(y, [2, 16, 2, 16]).permute((1, 3, 0, 2)))
+    first, below = gl.split(left)
+    above, second = gl.split(right)
+    return (
+        gl.convert_layout(first, RIGHT, assert_trivial=True),
+        gl.convert_layout(second, RIGHT, assert_trivial=True),
+        gl.convert_layout(below, RIGHT, assert_trivial=True),
+        gl.convert_layout(above, RIGHT, assert_trivial=True),
+    )
+
+
+@gluon.jit
 def in_block(y, SIZE: gl.constexpr):
-    """y [32, 32] at pairs whose least common block of 8, 16 or 32 rows has SIZE rows, else 0. Registers hold parts of
-    one block, so this costs nothing."""
-    row = gl.arange(0, 32, gl.SliceLayout(1, RIGHT))[:, None]
-    column = gl.arange(0, 32, gl.SliceLayout(0, RIGHT))[None, :]
-    apart = row ^ column
-    picked = apart < SIZE
-    if SIZE > 8:
-        picked = picked & (apart >= SIZE // 2)
-    return gl.where(picked, y, gl.zeros([32, 32], gl.bfloat16, RIGHT))
+    """y [16, 16] at pairs whose least common block of 8 or 16 rows has SIZE rows, else 0. Registers hold parts of one
+    block, so this costs nothing."""
+    row = gl.arange(0, 16, gl.SliceLayout(1, RIGHT))[:, None]
+    column = gl.arange(0, 16, gl.SliceLayout(0, RIGHT))[None, :]
+    picked = (row ^ column) < 8
+    if SIZE == 16:
+        picked = (row ^ column) >= 8
+    return gl.where(picked, y, gl.zeros([16, 16], gl.bfloat16, RIGHT))
 
 
 @gluon.jit
-def exponents(high, low, ones_s):
-    """[channels, 32]: sums of g = high + low over the rows that a column of ones has."""
-    ones = ones_s.load(RIGHT)
-    return by(high, ones, by(low, ones, gl.zeros([128, 32], gl.float32, TALL)))
+def exponents(high, low, ones):
+    """[channels, 16]: sums of g = high + low over the rows that a column of ones has."""
+    return by(high, ones, by(low, ones, gl.zeros([128, 16], gl.float32, TALL)))
 
 
 @gluon.jit
-def pairs_of_half(dq, dk, dG, q, k, high, low, da_s, dak_s, ones_s):
-    """Adds to dq, dk, dG what the pairs inside a half give, one kind after another so that few tiles live at a time."""
-    zero = gl.zeros([128, 32], gl.float32, TALL)
-    row = gl.arange(0, 32, ROW)[None, :]
-    w = exp2(exponents(high, low, ones_s[2]))
-    k_w, q_w = bf16(k * w), bf16(q * w)
-    sums = by(k_w, in_block(da_s.permute((1, 0)).load(RIGHT), 32), zero)
-    dG += fp32(q_w) * sums
-    dq += sums * w
-    sums = by(q_w, in_block(da_s.load(RIGHT), 32), zero)
-    sums = by(k_w, in_block(dak_s.load(RIGHT), 32), sums)
-    sums = by(k_w, in_block(dak_s.permute((1, 0)).load(RIGHT), 32), sums)
-    part = fp32(k_w) * sums
-    dG += gl.where(row < 16, -part, part)
-    dk += sums * w
+def sums_of_rows(x, ones, PIECES: gl.constexpr):
+    """The same of x [channels, 16] in fp32, with 8 bits of it a piece."""
+    high = leading_bits(x)
+    rest = x - high
+    if PIECES == 2:
+        return exponents(bf16(high), bf16(rest), ones)
+    middle = leading_bits(rest)
+    return by(bf16(high), ones, exponents(bf16(middle), bf16(rest - middle), ones))
 
-    x = exponents(high, low, ones_s[3])
-    over = exp2(exponents(high, low, ones_s[4]))
+
+@gluon.jit
+def pairs_of_tile(dq, dk, dG, q, k, high, low, squares, middle, beyond):
+    """Adds to dq, dk, dG [channels, 16] what the pairs inside a tile give. squares: dA, dAk and both transposed."""
+    da, dak, da_turned, dak_turned = squares
+    zero = gl.zeros([128, 16], gl.float32, TALL)
+    x = exponents(high, low, middle)
+    over = exp2(exponents(high, low, beyond))
     up, down = exp2(x), exp2(-x)
     k_down, k_over = bf16(k * down), bf16(k * over)
     q_up, k_up = bf16(q * up), bf16(k * up)
-    da = da_s.permute((1, 0)).load(RIGHT)
-    sums = by(k_over, in_block(da, 16), by(k_down, in_block(da, 8), zero))
+    sums = by(k_over, in_block(da_turned, 16), by(k_down, in_block(da_turned, 8), zero))
     dG += fp32(q_up) * sums
     dq += sums * up
-    dak = dak_s.permute((1, 0)).load(RIGHT)
-    sums = by(k_over, in_block(dak, 16), by(k_down, in_block(dak, 8), zero))
+    sums = by(k_over, in_block(dak_turned, 16), by(k_down, in_block(dak_turned, 8), zero))
     dG += fp32(k_up) * sums
     dk += sums * up
-    da, dak = da_s.load(RIGHT), dak_s.load(RIGHT)
     sums = by(k_up, in_block(dak, 8), by(q_up, in_block(da, 8), zero))
     dG -= fp32(k_down) * sums
     dk += sums * down
     sums = by(k_up, in_block(dak, 16), by(q_up, in_block(da, 16), zero))
     dG -= fp32(k_over) * sums
     return dq, dk + sums * over, dG
+
+
+@gluon.jit
+def pairs_of_half(dq, dk, dG, q, k, digits, w_first, w_second, da_s, dak_s, ones):
+    """Adds to dq, dk, dG what the pairs inside a half give; returns dG tile by tile. w: the decay between a row and the
+    border of the tiles."""
+    high_first, low_first, high_second, low_second = digits
+    dq_first, dq_second = tiles_of(dq)
+    dk_first, dk_second = tiles_of(dk)
+    dG_first, dG_second = tiles_of(dG)
+    q_first, q_second = tiles_of(q)
+    k_first, k_second = tiles_of(k)
+    zero = gl.zeros([128, 16], gl.float32, TALL)
+    da_first, da_second, da, _ = squares_of(da_s.load(RIGHT))
+    dak_first, dak_second, dak, _ = squares_of(dak_s.load(RIGHT))
+    da_turned_first, da_turned_second, _, da_turned = squares_of(da_s.permute((1, 0)).load(RIGHT))
+    dak_turned_first, dak_turned_second, _, dak_turned = squares_of(dak_s.permute((1, 0)).load(RIGHT))
+
+    k_w, q_w = bf16(k_second * w_second), bf16(q_second * w_second)
+    sums = by(k_w, dak, by(q_w, da, zero))
+    column = bf16(k_first * w_first)
+    dG_first -= fp32(column) * sums
+    dk_first += sums * w_first
+    sums = by(column, da_turned, zero)
+    dG_second += fp32(q_w) * sums
+    dq_second += sums * w_second
+    sums = by(column, dak_turned, zero)
+    dG_second += fp32(k_w) * sums
+    dk_second += sums * w_second
+
+    middle, beyond = ones
+    squares = (da_first, dak_first, da_turned_first, dak_turned_first)
+    dq_first, dk_first, dG_first = pairs_of_tile(
+        dq_first, dk_first, dG_first, q_first, k_first, high_first, low_first, squares, middle, beyond
+    )  # fmt: skip
+    squares = (da_second, dak_second, da_turned_second, dak_turned_second)
+    dq_second, dk_second, dG_second = pairs_of_tile(
+        dq_second, dk_second, dG_second, q_second, k_second, high_second, low_second, squares, middle, beyond
+    )  # fmt: skip
+    return half_of(dq_first, dq_second), half_of(dk_first, dk_second), dG_first, dG_second
 
 
 @gluon.jit
@@ -146,10 +207,13 @@ def keep_decay(decay_s, z_s, bias, rate, count, HALF: gl.constexpr):
 
 
 @gluon.jit
-def digits(g):
-    """The leading 8 bits and the next 8."""
+def digits_of(decay_s):
+    """The leading 8 bits of the decay and the next 8, of both tiles of a half."""
+    g = decay_s.load(TALL)
     high = leading_bits(g)
-    return bf16(high), bf16(g - high)
+    first, second = tiles_of(bf16(high))
+    low_first, low_second = tiles_of(bf16(g - high))
+    return first, low_first, second, low_second
 
 
 @gluon.jit
@@ -166,24 +230,32 @@ def put_dz(dg, z_s, decay_s, bias, rate, unit, pointer, stride: gl.constexpr, co
 
 @gluon.jit
 def gradients_of_half(
-    high, low, k, between, tiles, before, behind, places, unit, scale, count, H: gl.constexpr, LATE: gl.constexpr
+    digits, k, between, tiles, totals, before, behind, places, unit, scale, count, H: gl.constexpr, LATE: gl.constexpr
 ):  # fmt: skip
     """dq, dk and db of a half to memory. between: k c of half a for the second half; for the first k c too, and what
-    the second gave it. before, behind: decays from the chunk's start to this half's and from this half's end to the
-    chunk's, [channels, 1]. Returns what a token's decay takes from pairs and states in this half, the sum of dG over
-    rows, that of what they leave after the chunk, and what half a is given."""
+    the second gave it. totals: decays of this half's tiles; before, behind: from the chunk's start to this half's and
+    from this half's end to the chunk's, [channels, 1]. Returns what a token's decay takes from pairs and states in this
+    half, the sum of dG over rows, that of what they leave after the chunk, and what half a is given."""
     q_s, state_s, dstate_s, do_s, dv_s, u_s, pairs_s, numbers_s, own_s, along_s, ones_s = tiles
     dq_ptr, dk_ptr, db_ptr = places
+    high_first, low_first, high_second, low_second = digits
+    t_first, t_second = totals
     HALF: gl.constexpr = 1 if LATE else 0
     per_unit = 1.0 / unit
     zero = gl.zeros([128, 32], gl.float32, TALL)
     beta = numbers_s.index(4 + HALF).load(ROW)[None, :]
-    c = exp2(exponents(high, low, ones_s[1].permute((1, 0))))
+    to_end = ones_s[1].permute((1, 0)).load(RIGHT)
+    w_first = exp2(exponents(high_first, low_first, to_end))
+    c = half_of(w_first * exp2(t_second), exp2(exponents(high_second, low_second, to_end)))
     end = times_state(dstate_s, u_s, HALF) * (c * (exp2(behind) * per_unit) * beta)
-    ended = k * end
-    left = gl.sum(ended, 1)[:, None]
-    dg = times_ones(ended, ones_s[1], 2)
-    r = exp2(exponents(high, low, ones_s[0].permute((1, 0))))
+    first, second = tiles_of(k * end)
+    left_first, left = gl.sum(first, 1)[:, None], gl.sum(second, 1)[:, None]
+    earlier = ones_s[1].load(RIGHT)
+    dg_first, dg_second = sums_of_rows(first, earlier, 2), sums_of_rows(second, earlier, 2) + left_first
+    left += left_first
+    from_start = ones_s[0].permute((1, 0)).load(RIGHT)
+    w_second = exp2(exponents(high_second, low_second, from_start))
+    r = half_of(exp2(exponents(high_first, low_first, from_start)), w_second * exp2(t_first))
     start = r * (exp2(before) * per_unit)
     dq = times_state(state_s, do_s, HALF) * start
     dk = times_state(state_s, dv_s, HALF) * -start
@@ -205,7 +277,9 @@ def gradients_of_half(
         k_c, to_a = between
         dG -= fp32(k_c) * to_a
         dk += to_a * c
-    dq, dk, dG = pairs_of_half(dq, dk, dG, q, k, high, low, pairs_s[2 * HALF], pairs_s[3 + 2 * HALF], ones_s)
+    ones = (ones_s[2].load(RIGHT), ones_s[3].load(RIGHT))
+    da_s, dak_s = pairs_s[2 * HALF], pairs_s[3 + 2 * HALF]
+    dq, dk, first, second = pairs_of_half(dq, dk, dG, q, k, digits, w_first, w_second, da_s, dak_s, ones)
     own = own_s.index(HALF).load(ROW)[None, :] * (beta * per_unit)
     dq += own * k
     dk += own * q
@@ -218,7 +292,11 @@ def gradients_of_half(
     gl.store(db_ptr + row * H, db.to(db_ptr.dtype.element_ty), mask=row < count)
     k_norm = numbers_s.index(2 + HALF).load(ROW)[None, :]
     put_rows(dk_ptr, k_norm * (unit * dk - k * known[None, :]), H * 128, count, HALF)
-    return dg + times_ones(dG, ones_s[0], 3), gl.sum(dG, 1)[:, None], left, to_a
+    later = ones_s[0].load(RIGHT)
+    after = gl.sum(second, 1)[:, None]
+    dg_first += sums_of_rows(first, later, 3) + after
+    dg_second += sums_of_rows(second, later, 3)
+    return half_of(dg_first, dg_second), after + gl.sum(first, 1)[:, None], left, to_a
 
 
 @gluon.jit
@@ -232,7 +310,7 @@ def softplus_tile_kernel(
     A_log_ptr,  # fp32 [H]
     dt_bias_ptr,  # fp32 [H, K]
     spans_ptr,  # int32 [M, 2]
-    ones_ptr,  # [5, 32, 32]: `ones_of_blocks` of `backward.py`
+    ones_ptr,  # [4, 16, 16]: `ones_of_tile` of `backward.py`
     u_ptr,  # [M, H, C, V]
     states_ptr,  # [M, H, V, K]: before each chunk
     dstates_ptr,  # [M, H, V, K]: gradient of the state after each chunk
@@ -269,7 +347,7 @@ def softplus_tile_kernel(
     state_s = buffers(2, 64, 128, TILE)
     dstate_s = buffers(2, 64, 128, TILE)
     pairs_s = buffers(6, 32, 32, SMALL)
-    ones_s = buffers(5, 32, 32, SMALL)
+    ones_s = buffers(4, 16, 16, SMALL)
     decay_s = ()
     for _ in gl.static_range(2):
         decay_s = decay_s + (gl.allocate_shared_memory(gl.float32, [128, 32], PRIVATE),)
@@ -287,9 +365,9 @@ def softplus_tile_kernel(
     async_copy.commit_group()
     fetch_rows(z_s, z_ptr + (token * z_stride + h * 128), z_stride, count)
     fetch_rows(k_s, k_ptr + (token * k_stride + h * 128), k_stride, count)
-    row, column = gl.arange(0, 32, gl.SliceLayout(1, BLOCK))[:, None], gl.arange(0, 32, gl.SliceLayout(0, BLOCK))
-    for n in gl.static_range(5):
-        here = ones_ptr + (1024 * n + row * 32 + column[None, :])
+    row, column = gl.arange(0, 16, gl.SliceLayout(1, BLOCK))[:, None], gl.arange(0, 16, gl.SliceLayout(0, BLOCK))
+    for n in gl.static_range(4):
+        here = ones_ptr + (256 * n + row * 16 + column[None, :])
         async_copy.async_copy_global_to_shared(ones_s[n], here)
     fetch_state(state_s, states_ptr + out * (128 * 128))
     fetch_state(dstate_s, dstates_ptr + out * (128 * 128))
@@ -315,19 +393,18 @@ def softplus_tile_kernel(
 
     keep_decay(decay_s, z_s, bias, rate, count, 0)
     keep_decay(decay_s, z_s, bias, rate, count, 1)
-    high, low = digits(decay_s[0].load(TALL))
+    digits = digits_of(decay_s[0])
+    to_end = ones_s[1].permute((1, 0)).load(RIGHT)
+    c = exp2(exponents(digits[0], digits[1], to_end)) * exp2(t1)
     k = turned(k_s[0]) * numbers_s.index(2).load(ROW)[None, :]
-    k_c = bf16(k * exp2(exponents(high, low, ones_s[1].permute((1, 0)))))
-    high, low = digits(decay_s[1].load(TALL))
+    k_c = bf16(k * half_of(c, exp2(exponents(digits[2], digits[3], to_end))))
     k = turned(k_s[1]) * numbers_s.index(3).load(ROW)[None, :]
     dg_b, after, _, to_a = gradients_of_half(
-        high, low, k, k_c, tiles, t0 + t1, none, places, unit, scale, count, H, True
+        digits_of(decay_s[1]), k, k_c, tiles, (t2, t3), t0 + t1, none, places, unit, scale, count, H, True
     )  # fmt: skip
-
-    high, low = digits(decay_s[0].load(TALL))
     k = turned(k_s[0]) * numbers_s.index(2).load(ROW)[None, :]
     dg_a, _, left, _ = gradients_of_half(
-        high, low, k, (k_c, to_a), tiles, none, t2 + t3, places, unit, scale, count, H, False
+        digits_of(decay_s[0]), k, (k_c, to_a), tiles, (t0, t1), none, t2 + t3, places, unit, scale, count, H, False
     )  # fmt: skip
     dg_a += after + through
     dg_b += left + through
