@@ -11,12 +11,19 @@ import torch
 pytest.importorskip("triton")
 
 from rille.ops.kda import Gate
+from rille.ops.kda import backward as kernels
 from rille.ops.kda.segments import cutting
 from tests.ops import test_kda_backward as backward
 from tests.ops import test_kda_triton as forward
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 0, 300)
+
+
+@pytest.fixture(params=[True, False], ids=["tiles", "pairs"], autouse=True)
+def last_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Gluon for K = V = 128, and its twin, which other widths always take."""
+    monkeypatch.setattr(kernels, "SOFTPLUS_TILED", request.param)
 
 
 @pytest.mark.parametrize(("K", "V"), [(128, 128), (128, 64), (128, 256), (64, 64)])
