@@ -111,8 +111,9 @@ def keeping(run: Kda) -> Kda:
         if some.sources.numel():
             pool[some.targets] = pool[some.sources]
         result = run(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, packing, state)
-        q_RHK, k_RHK, v_RHV, z_RHK, b_RH = (x[some.rows] for x in (q_NHK, k_NHK, v_NHV, z_NHK, b_NH))
-        _, kept_QHVK = run(q_RHK, k_RHK, v_RHV, z_RHK, b_RH, gate, some.packing, pool[some.bases])
+        k_RHK, v_RHV, z_RHK, b_RH = (x[some.rows] for x in (k_NHK, v_NHV, z_NHK, b_NH))
+        # nobody reads what these tokens give, so keys stand in for their queries
+        _, kept_QHVK = run(k_RHK, k_RHK, v_RHV, z_RHK, b_RH, gate, some.packing, pool[some.bases])
         assert kept_QHVK is not None, "only a pool keeps the final states"
         pool[some.slots] = kept_QHVK.to(pool.dtype)
         return result
