@@ -21,7 +21,8 @@ def follow(scheduler: Scheduler, step: Step, now: float = 0.0) -> Step | None:
     pages are short. Then `step` must be over (`Scheduler.landed`) before the scheduler is asked again. Else call
     `Scheduler.settle` for the parts of `step` before the new one is carried out.
     """
-    if scheduler.num_waiting and len(scheduler.running) < scheduler.config.max_running:
+    may_join = scheduler.num_waiting and len(scheduler.running) < scheduler.config.max_running
+    if may_join and not scheduler.gathers(now):
         return None
     if any(s.deadline is not None and s.deadline <= now for s in (*scheduler.running, *scheduler.all_waiting())):
         return None

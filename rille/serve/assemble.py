@@ -88,9 +88,10 @@ def new_scheduler(pages: Pages, num_pages: int, config: EngineConfig, max_positi
     unit = config.hash_unit if config.hash_unit is not None else unit_for(layout.page_tokens, layout.groups)
     cache = PrefixCache(num_pages, layout.page_tokens, layout.groups, unit=unit, retention=retention, tier=tier)
     max_length = config.max_length if config.max_length is not None else max_positions
+    budget = config.token_budget
     limits = SchedulerConfig(
         max_running=config.max_running,
-        token_budget=config.token_budget,
+        token_budget=budget if budget is not None else 8_192 if pages.device.type == "cuda" else 2_048,
         max_queued=config.max_queued,
         max_length=max_length,
         deterministic=config.deterministic,

@@ -255,7 +255,7 @@ class Engine:
             *self.scheduler.cache.describe(),
             f"pool: {size:.2f} GiB on {self.model.device}; a sequence may have {self.longest:,} tokens"
             f" (the checkpoint was made for {self.model.config.max_positions:,})",
-            f"steps: at most {c.token_budget:,} tokens of at most {c.max_running:,} sequences; "
+            f"steps: at most {self.scheduler.config.token_budget:,} tokens of at most {c.max_running:,} sequences; "
             f"{c.max_queued:,} may wait",
             f"drafts: {drafts}; deterministic: {'yes' if c.deterministic else 'no'}; weights: version {self.version}",
         ]

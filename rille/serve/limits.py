@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import ceil, inf
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,20 @@ class Kind:
     up_to: float = inf
     share: float = 1.0
     max_queued_tokens: float = inf
+
+
+def divide(budget: int, kinds: Sequence[Kind], wanted: Mapping[str, int]) -> list[tuple[Kind, int]]:
+    """How many of `budget` prompt tokens each kind may read, of those that it wants: by share, and what one does not
+    want goes to the others."""
+    left, given = dict(wanted), dict.fromkeys(wanted, 0)
+    while budget > 0 and (open_kinds := [kind for kind in kinds if left[kind.name]]):
+        total, round_budget = sum(kind.share for kind in open_kinds), budget
+        for kind in open_kinds:
+            tokens = min(left[kind.name], budget, ceil(round_budget * kind.share / total))
+            given[kind.name] += tokens
+            left[kind.name] -= tokens
+            budget -= tokens
+    return [(kind, given[kind.name]) for kind in kinds if given[kind.name]]
 
 
 KINDS = (Kind("short", 2_048, 0.4), Kind("medium", 32_768, 0.35), Kind("long", inf, 0.25))

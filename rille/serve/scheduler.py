@@ -20,7 +20,8 @@ from math import ceil
 
 from rille.serve.chain import Chain, Span
 from rille.serve.counts import Counts
-from rille.serve.limits import Kind, SchedulerConfig
+from rille.serve.gather import Gather
+from rille.serve.limits import Kind, SchedulerConfig, divide
 from rille.serve.pages import Copy
 from rille.serve.parking import park, unpark
 from rille.serve.prefix import PrefixCache
@@ -61,6 +62,7 @@ class Scheduler:
         self.version = 0  # of the weights
         self.is_closed = False
         self.takes_copies = True  # a step with drafts runs on a copy of the state
+        self.gather = Gather()  # is told of times where steps are recorded
         self._order, self._now = 0, 0.0
 
     # --- what comes ---
@@ -157,10 +159,16 @@ class Scheduler:
         for sequence in [s for s in self.running if s.num_left == 1]:
             if sequence.holding is not None:
                 budget -= self._decode(sequence, budget, step)
-        unused = 0
-        for kind, room in self._allotments(max(budget, 0)):
+        if self.gathers(now):
+            return step
+        unused, wanted = 0, {kind.name: self._wanted(kind, max(budget, 0)) for kind in self.config.kinds}
+        for kind, room in divide(budget, self.config.kinds, wanted):
             unused = self._prefill(kind, room + unused, step)
         return step
+
+    def gathers(self, now: float) -> bool:
+        """Whether prompts wait for each other, while others write."""
+        return self.gather.waits(self.running, self.all_waiting(), self.config.token_budget, now)
 
     def _expire(self, now: float) -> list[Sequence]:
         every = (*self.running, *self.all_waiting())
@@ -225,19 +233,6 @@ class Scheduler:
         sequence.holding, sequence.drafts, sequence.copies, sequence.clear = None, (), (), ()
         self.running.remove(sequence)
         self._enqueue(sequence)
-
-    def _allotments(self, budget: int) -> list[tuple[Kind, int]]:
-        """How many prompt tokens each kind may read: by share, and what one does not want goes to the others."""
-        wanted = {kind.name: self._wanted(kind, budget) for kind in self.config.kinds}
-        given = dict.fromkeys(wanted, 0)
-        while budget > 0 and (open_kinds := [kind for kind in self.config.kinds if wanted[kind.name]]):
-            total, round_budget = sum(kind.share for kind in open_kinds), budget
-            for kind in open_kinds:
-                tokens = min(wanted[kind.name], budget, ceil(round_budget * kind.share / total))
-                given[kind.name] += tokens
-                wanted[kind.name] -= tokens
-                budget -= tokens
-        return [(kind, given[kind.name]) for kind in self.config.kinds if given[kind.name]]
 
     def _wanted(self, kind: Kind, most: int) -> int:
         wanted = sum(s.num_left for s in self.running if s.kind == kind.name and s.num_left > 1)

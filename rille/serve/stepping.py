@@ -144,6 +144,8 @@ class Stepper:
             self._pages.poison(self._scheduler.cache.store.pool.free_pages())
         if seconds is None:
             return
+        if self._config.gather_prompts and self._runner.graphs is not None and draws and not self._read:
+            self._scheduler.gather.note(any(part.count > 1 for part in step.parts), seconds, perf_counter())
         if read := sum(part.count for part in step.parts if part.count > 1):
             self._read, self._reading_s = self._read + read, self._reading_s + seconds
             if draws:

@@ -5,8 +5,9 @@ import threading
 
 import pytest
 
+from rille.serve import handle as handle_module
 from rille.serve.front import Abilities, Front, Turn
-from rille.serve.handle import RequestHandle
+from rille.serve.handle import Alarm, RequestHandle
 from rille.serve.replying import ChatReader, Ended, TextReader
 from rille.serve.schema import Finished, TokenOutput, Usage
 from tests.serve.scripted import reply_ids, small_tokenizer
@@ -76,3 +77,62 @@ def test_nothing_is_lost_between_threads():
 
     for outputs in asyncio.run(all_of_them()):
         assert [output.token for output in outputs[:-1]] == list(range(200)) and isinstance(outputs[-1], Finished)
+
+
+class Loop:
+    """A loop whose calls somebody else makes. later: seconds of each call that has to wait."""
+
+    def __init__(self):
+        self.calls, self.later = [], []
+
+    def is_closed(self) -> bool:
+        return False
+
+    def call_soon_threadsafe(self, call, *args) -> None:
+        self.calls.append((call, args))
+
+    def call_later(self, seconds: float, call, *args) -> None:
+        self.later.append(seconds)
+        self.calls.append((call, args))
+
+    def run(self) -> None:
+        call, args = self.calls.pop(0)
+        call(*args)
+
+
+class Reader:
+    def __init__(self):
+        self.rings = 0
+
+    def set(self) -> None:
+        self.rings += 1
+
+
+def test_after_a_ring_the_loop_rests_twice_as_long_as_it_worked(monkeypatch):
+    """Readers who came meanwhile are all woken at once; who works little waits for nothing, who works long not long."""
+    clock = {"now": 100.0, "work": 7.0}
+    monkeypatch.setattr(handle_module, "perf_counter", lambda: clock["now"])
+    monkeypatch.setattr(handle_module, "thread_time", lambda: clock["work"])
+    alarm, loop, readers = Alarm(), Loop(), [Reader() for _ in range(3)]
+
+    def pass_time(seconds: float, work: float) -> None:
+        clock["now"] += seconds
+        clock["work"] += work
+
+    for seconds, work, left in ((0.001, 0.0001, None), (0.004, 0.004, 0.008), (0.5, 0.1, None), (0.03, 0.03, 0.02)):
+        pass_time(seconds, work)
+        for reader in readers:
+            alarm.wake(loop, reader)
+        assert len(loop.calls) == 1, "one call into the loop for all of them"
+        loop.run()
+        if left is not None:
+            assert loop.later == [pytest.approx(left)] and not any(reader.rings for reader in readers)
+            alarm.wake(loop, readers[0])  # somebody has more to read meanwhile
+            assert len(loop.calls) == 1
+            pass_time(left, 0.0)
+            loop.run()
+            readers[0].rings -= 1
+        assert [reader.rings for reader in readers] == [1, 1, 1] and not loop.calls
+        loop.later.clear()
+        for reader in readers:
+            reader.rings = 0
