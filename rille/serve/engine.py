@@ -150,15 +150,14 @@ class Engine:
     def submit(self, request: Request) -> RequestHandle:
         """As `schema.ServingEngine.submit`."""
         matchers = self._matchers(request)
-        try:
-            self._check_room(request)
-        except Refused:
-            self._totals.refused += 1
-            raise
         seed = request.params.seed if request.params.seed is not None else secrets.randbits(63)
         came = perf_counter()
-        with self._lock:
-            self._check_open()  # again: whoever closes looks into the inbox once more after this lock
+        with self._lock:  # whoever comes at once is counted by who comes next, and whoever closes looks in once more
+            try:
+                self._check_room(request)
+            except Refused:
+                self._totals.refused += 1
+                raise
             id = request.id or f"request-{next(self._numbers)}"
             if id in self._handles:
                 raise ValueError(f"request id {id!r} is in use; give another one, or none")
@@ -324,10 +323,10 @@ class Engine:
     def _take_in(
         self, request: Request, handle: RequestHandle, seed: int, came: float, matchers: Sequence[Matcher | None]
     ) -> None:
+        spans = picture_spans(request, self.model.config)
         with self._lock:
             self._pending -= request.params.n
-        spans = picture_spans(request, self.model.config)
-        choices = self.scheduler.submit(request, handle.id, came, spans, checked=True)
+            choices = self.scheduler.submit(request, handle.id, came, spans, checked=True)
         for choice, matcher in zip(choices, matchers, strict=True):
             self._replies[choice] = Reply(choice, seed, self.stop_ids, self.tokenizer, matcher)
 

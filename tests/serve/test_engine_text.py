@@ -3,7 +3,9 @@
 import asyncio
 import json
 import random
+import sys
 import threading
+from contextlib import suppress
 from functools import cache
 
 import numpy as np
@@ -225,6 +227,29 @@ def test_deadlines_and_full_queues(model):
     assert refused.value.retry_after_s >= 1
     *_, last = late
     assert last.reason == "abort" and "deadline" in last.error
+
+
+def test_the_queue_is_as_long_for_those_who_come_at_once(model):
+    served = Engine(model, num_pages=120, hash_unit=64, max_running=2, max_queued=3)
+    request = Request(prompt=prompt(5), params=SamplingParams(max_tokens=2))
+    together, taken, before = threading.Barrier(12), [], sys.getswitchinterval()
+
+    def come():
+        together.wait()
+        with suppress(QueueFull):
+            taken.append(served.submit(request))
+
+    threads = [threading.Thread(target=come) for _ in range(12)]
+    sys.setswitchinterval(1e-6)  # threads change places between any two lines
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert len(taken) == 3 and served.stats().refused == 9
+    assert all(list(handle)[-1].reason == "length" for handle in taken)
 
 
 def test_an_id_is_used_once_at_a_time(model):
