@@ -47,8 +47,9 @@ from rille.ops.kda.backward_local_gluon import (
     fetch_blocks,
     fetch_rows,
     fetch_state,
-    pairs_of_chunk,
+    pairs_of_rows,
     put_rows,
+    rows_of,
     times,
     times_state,
 )
@@ -380,10 +381,11 @@ def softplus_tile_kernel(
     t0, t1 = gl.load(at_totals)[:, None], gl.load(at_totals + 128)[:, None]
     t2, t3 = gl.load(at_totals + 256)[:, None], gl.load(at_totals + 384)[:, None]
 
+    v = rows_of(v_ptr + (token * v_stride + h * 128), v_stride, count)
+
     async_copy.wait_group(1)
     gl.thread_barrier()
-    v_ptr += token * v_stride + h * 128
-    unit = pairs_of_chunk(do_s, dv_s, u_s, v_ptr, v_stride, count, numbers_s, own_s, along_s, pairs_s)
+    unit = pairs_of_rows(do_s, dv_s, u_s, v, numbers_s, own_s, along_s, pairs_s)
     async_copy.wait_group(0)
     gl.thread_barrier()
     tiles = (q_s, state_s, dstate_s, do_s, dv_s, u_s, pairs_s, numbers_s, own_s, along_s, ones_s)
