@@ -21,6 +21,7 @@ TRITON_CACHE_DIR, are one run in two commands; the second one refuses to begin w
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import signal
@@ -29,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
+from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,7 +50,7 @@ class Child:
         self.name, self.log, self.started = name, scratch / f"{name.replace(' ', '_')}.txt", time.time()
         self.result = self.log.with_suffix(".json")
         command = [sys.executable, __file__, "--out", str(options.folder), "--job", name, "--result", str(self.result)]
-        command += [] if options.with_fla else ["--no-fla"]
+        command += ["--try", options.tried, *([] if options.with_fla else ["--no-fla"])]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
@@ -84,10 +86,12 @@ def with_compilers(words: str, timed: list[str]) -> str:
 
 
 def run_first_half(names: list[str], options: Options, scratch: Path, seconds: float) -> list[str]:
-    """As many at once as COMPILERS; those that have not finished in time are stopped."""
+    """As many at once as COMPILERS; those that have not finished in time, or when this run is asked to end, are
+    stopped."""
     waiting, running, failures = names, list[Child](), list[str]()
-    limit = time.time() + seconds
-    while (waiting or running) and time.time() < limit:
+    limit = [time.time() + seconds]
+    before = signal.signal(signal.SIGTERM, lambda *_: limit.__setitem__(0, 0.0))
+    while (waiting or running) and time.time() < limit[0]:
         while waiting and len(running) < COMPILERS:
             running.append(Child(waiting.pop(0), options, scratch))
         for child in [child for child in running if child.process.poll() is not None]:
@@ -97,6 +101,7 @@ def run_first_half(names: list[str], options: Options, scratch: Path, seconds: f
     for child in running:
         child.stop()
         failures += child.finish(options)
+    signal.signal(signal.SIGTERM, before)
     failures += [f"{name}: not begun" for name in waiting]
     return [failure for failure in failures if failure.startswith(("gate", "beside", "errors"))]
 
@@ -140,6 +145,16 @@ def print_tables(rows: list[dict[str, Any]], errors: list[dict[str, Any]]) -> No
         print(f"{case:<14}", *(pair(row) for row in errors if row["case"] == case))
 
 
+def try_settings(words: str) -> None:
+    """Constants of modules of `rille.ops.kda` with other values, "forward.SUBSTITUTED=16,backward.TILED=False"."""
+    for word in words.split(",") if words else ():
+        place, _, value = word.partition("=")
+        module, _, name = place.partition(".")
+        found = import_module(f"rille.ops.kda.{module}")
+        assert hasattr(found, name), f"{place} is no setting"
+        setattr(found, name, ast.literal_eval(value))
+
+
 def read(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
@@ -149,11 +164,11 @@ def run_all(options: Options, seconds: float, only: str, studies: bool, half: st
     os.environ.setdefault("TRITON_CACHE_DIR", str(scratch / "compiled"))
     timed, gates = chosen(second_half(), only, studies), options.folder / "gates.json"
     if half == "second":
-        failures = json.loads(gates.read_text())
+        failures = json.loads(read(gates) or '["gate: the first half did not come to its end"]')
         if any(failure.startswith("gate") for failure in failures):
             return failures
     else:
-        for name in ("rows.jsonl", "log.txt", "errors.jsonl"):
+        for name in ("rows.jsonl", "log.txt", "errors.jsonl", "gates.json"):
             (options.folder / name).unlink(missing_ok=True)
         first = chosen(first_half(options.with_fla), with_compilers(only, timed), studies)
         failures = run_first_half(first, options, scratch, seconds if half else 0.45 * seconds)
@@ -165,7 +180,7 @@ def run_all(options: Options, seconds: float, only: str, studies: bool, half: st
     errors = [json.loads(line) for line in read(options.folder / "errors.jsonl").splitlines()]
     report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d %H:%M")}
     report["versions"] = {name: version(name) for name in ("torch", "triton")}
-    report["fla"] = version("fla-core") if options.with_fla else None
+    report |= {"fla": version("fla-core") if options.with_fla else None, "tried": options.tried}
     for row in rows:
         report.setdefault(row["part"], []).append(row)
     report |= {"errors": errors, "failures": failures, "seconds": time.time() - started}
@@ -183,10 +198,12 @@ def main() -> None:
     parser.add_argument("--studies", action="store_true", help="single kernels and settings that were not chosen, too")
     parser.add_argument("--half", default="", choices=("first", "second"), help="this one alone")
     parser.add_argument("--only", default="", help="jobs whose names begin so, separated by commas")
+    parser.add_argument("--try", dest="tried", default="", help="constants, as in forward.SUBSTITUTED=16, by commas")
     parser.add_argument("--job", default="", help="one job alone, in this process")
     parser.add_argument("--result", type=Path, help="where a job writes what it found wrong")
     arguments = parser.parse_args()
-    options = Options(arguments.out, not arguments.no_fla and find_spec("fla") is not None)
+    options = Options(arguments.out, not arguments.no_fla and find_spec("fla") is not None, arguments.tried)
+    try_settings(options.tried)
     options.folder.mkdir(parents=True, exist_ok=True)
     if not arguments.job:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside; rows so far are in rows.jsonl"))

@@ -48,6 +48,7 @@ SPLIT_WORKS = ("H16 T32768", "H12 T65536", "H4 T65536", "H16 T8192")
 class Options:
     folder: Path
     with_fla: bool
+    tried: str = ""  # settings that are not the default
 
 
 @contextmanager
@@ -309,24 +310,23 @@ Job = Callable[[Options], list[str] | None]
 
 
 def first_half(with_fla: bool) -> dict[str, Job]:
-    """The longest first."""
-    jobs: dict[str, Job] = {}
-    for group in GROUPS if with_fla else ():
-        for share in range(SETTINGS):
-            jobs[f"fla {group} {share}"] = lambda _, g=group, s=share: compile_fla(g, s)
-    jobs |= {f"gate backward {share}": lambda _, s=share: gate_backward(s) for share in range(2)}
+    """Gates first, then the longest."""
+    jobs: dict[str, Job] = {f"gate backward {share}": lambda _, s=share: gate_backward(s) for share in range(2)}
     names = list(decode.GATE_CASES)
     checks = {"kinds": decode.check_kinds}
     for i, share in enumerate("abc"):
         checks[share] = partial(decode.check_shapes, tuple(names[2 * i : 2 * i + 2]))
     jobs |= {f"gate decode {name}": lambda _, c=check: gate_decode(c) for name, check in checks.items()}
     jobs |= {"gate segments": lambda _: gate_segments(), "gate forward": lambda _: gate_forward()}
+    jobs |= {"gate conv": lambda _: gate_conv()}
+    for group in GROUPS if with_fla else ():
+        for share in range(SETTINGS):
+            jobs[f"fla {group} {share}"] = lambda _, g=group, s=share: compile_fla(g, s)
     jobs |= {f"ours {group}": lambda _, g=group: compile_ours(g) for group in GROUPS}
     jobs |= {"errors fla": lambda _: compile_fla_errors()} if with_fla else {}
     jobs |= {f"errors {work.name}": partial(beside_fla, work) for work in backward.BESIDE_FLA}
     jobs |= {"ours softplus": lambda _: compile_softplus()}
     jobs |= {"decode kernels": compile_decode}
-    jobs |= {"gate conv": lambda _: gate_conv()}
     jobs |= {"study kernels stages": lambda _: compile_stages()}
     return jobs | {f"study kernels {name}": lambda _, n=name: compile_segments(n) for name in SPLIT_WORKS}
 
