@@ -193,11 +193,14 @@ def test_who_comes_while_it_closes_is_answered(model):
     """Between the look at whether it is open and the inbox it closes: nobody may wait for what nobody takes in."""
     served = Engine(model, num_pages=120, hash_unit=64)
     served.start()
-    look = served.scheduler.check
-    served.scheduler.check = lambda *given: (look(*given), served.close())
+    look, closer = served.scheduler.check, threading.Thread(target=served.close)
+    served.scheduler.check = lambda *given: (look(*given), closer.start(), closer.join(timeout=0.1))
+    handle = served.submit(Request(prompt=(1, 2), params=SamplingParams(max_tokens=1000)))
+    assert list(handle)[-1].reason == "abort"
+    closer.join(timeout=10)
+    assert not served._handles and served._inbox.empty() and not closer.is_alive()
     with pytest.raises(Unavailable):
-        served.submit(Request(prompt=(1, 2), params=SamplingParams(max_tokens=5)))
-    assert not served._handles and served._inbox.empty()
+        served.submit(Request(prompt=(1, 2), params=SamplingParams(max_tokens=1000)))
 
 
 def test_weights_that_come_while_it_ends_are_taken(model):
