@@ -84,7 +84,8 @@ def run_offline(arguments: argparse.Namespace) -> None:
         params = SamplingParams(max_tokens=ALONE_TOKENS, temperature=0, ignore_eos=True)
         found["alone"].append(list(engine.generate([session.prefix + session.turns[0].added], params)[0][0].tokens))
     for streams, rounds in zip(arguments.streams, arguments.rounds, strict=True):
-        for seed in range(arguments.repeats + 1):  # the first one compiles and records
+        for turn in range(arguments.repeats + 1):  # the first one compiles and records
+            seed = 1000 * streams + turn
             waiting = trace(streams, rounds, arguments.output, words, seed)[::-1]
             written, began, handles = 0, perf_counter(), []
             while waiting or engine._handles:
@@ -150,10 +151,15 @@ def run_http(arguments: argparse.Namespace, url: str, found: dict[str, Any]) -> 
     print(f"gate: {ALONE - len(different)} of {ALONE} requests are answered as by the engine", flush=True)
     result: dict[str, Any] = {"gate_different": different}
     for streams, rounds in zip(arguments.streams, arguments.rounds, strict=True):
-        for seed in range(arguments.repeats + 1):
+        for turn in range(arguments.repeats + 1):
             shape = {"sessions": streams * rounds, "turns": 1, "groups": 1, "prefix": 1, "output": arguments.output}
             config = BenchServeConfig(
-                url=url, concurrency=streams, ratio=PROMPT_OVER_REPLY, seed=seed, allow_loops=True, **shape
+                url=url,
+                concurrency=streams,
+                ratio=PROMPT_OVER_REPLY,
+                seed=1000 * streams + turn,
+                allow_loops=True,
+                **shape,
             )
             figures = bench(config)
             result.setdefault(str(streams), []).append(figures)
