@@ -31,6 +31,7 @@ from rille.ops.kda.segments import Segments
 from rille.ops.launching import launch, rows_of
 
 TILED, TILED_PREPARE = True, False  # the last and the first kernel in Gluon where they can run, not their Triton twins
+STAYING = False  # programs of the last kernel go from chunk to chunk
 SOFTPLUS_TILED = False  # likewise for the softplus gate
 
 
@@ -230,7 +231,12 @@ def local(
     )  # fmt: skip
     bounded = inputs.lower_bound is not None
     in_tiles = K == V == 128 and all(for_tma(x) for x in (*inputs[:4], do_NHV))
-    if TILED and bounded and in_tiles:
+    if STAYING and bounded and in_tiles:
+        from rille.ops.kda.backward_local_staying import staying_tile_kernel
+
+        programs = min(M * H, multiprocessors(q_NHK.device))
+        launch(staying_tile_kernel, programs, (*arguments, M * H), H=H, num_warps=8)
+    elif TILED and bounded and in_tiles:
         from rille.ops.kda.backward_local_gluon import local_tile_kernel
 
         launch(local_tile_kernel, M * H, arguments, H=H, num_warps=8)
@@ -238,7 +244,8 @@ def local(
         from rille.ops.kda.backward_softplus_gluon import softplus_tile_kernel
 
         ones = ones_of_tile(q_NHK.device, dtype)
-        launch(softplus_tile_kernel, M * H, (*arguments[:9], ones, *arguments[10:]), H=H, num_warps=8)
+        programs = min(M * H, multiprocessors(q_NHK.device))
+        launch(softplus_tile_kernel, programs, (*arguments[:9], ones, *arguments[10:], M * H), H=H, num_warps=8)
     else:
         shape = dict(H=H, K=K, V=V, BV=min(V, 128), BOUNDED=bounded, **types(dtype), num_warps=K // 16)
         launch(local_kernel, M * H, arguments, **shape)

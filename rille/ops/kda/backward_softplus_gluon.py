@@ -6,18 +6,22 @@ Each sum over pairs of rows is a product whose two factors are measured from one
 pair says its least common block of 8, 16 or 32 rows. Inside a block of 8 `up` = 2^x and `down` = 2^-x have the block's
 middle as origin, x within 4 * 28 bits. From the first block of a tile to the second the column is measured from the
 middle of the second: `over` = 2^(Gm - G), at most 1. So rows take the same factor for both, and two products add up to
-one sum. Between the tiles of a half their border is the origin of rows and columns alike, w = 2^-|G - G15|, and what a
-row gives k and what a column gives k are one sum too, since no row is both:
+one sum. Between the tiles of a half their border is the origin of rows and columns alike, w = 2^-|G - G15|:
 
     dq  = up (dA_8 (k down) + dA_16 (k over)) + w (dA_32 (k w))
     dk  = up (dAk_8 (k down) + dAk_16 (k over)) + down (dA_8^T (q up) + dAk_8^T (k up))
-        + over (dA_16^T (q up) + dAk_16^T (k up)) + w ((dAk_32 + dAk_32^T) (k w) + dA_32^T (q w))
+        + over (dA_16^T (q up) + dAk_16^T (k up)) + w (dAk_32 (k w) + dAk_32^T (k w) + dA_32^T (q w))
 
 with dA_8, dA_16, dA_32 the pairs whose least common block has 8, 16 or 32 rows: parts of the registers that hold dA.
+Rows and columns of dA_32 are different tiles, and dA_8, dA_16 are zero between tiles, so products are of tiles.
 Each exponent is a sum of g that begins at its own origin, by a product with ones: no difference of long sums.
 
 What a token leaves in the state after the chunk stays out of dG: only later tokens decay it, and a sum that took it
 back would keep its rounding. A decay that was cut off passes no gradient.
+
+As many programs run as there are multiprocessors, each one chunk and head after another. What the next one reads is
+asked for as soon as its place in shared memory is free: states and rows with value channels while half a's pairs are
+still to come, rows with key channels at the end.
 """
 
 # The kernels' language is compiled by Triton; a type checker reads it as Python and objects.
@@ -55,6 +59,7 @@ from rille.ops.kda.backward_local_gluon import (
 )
 from rille.ops.kda.intra_gluon import LOG2E, SHUT, exp2, leading_bits, reciprocal, softplus_decay
 
+FLAT: gl.constexpr = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 PRIVATE: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))  # fp32, rows of 32
 
 
@@ -230,14 +235,45 @@ def put_dz(dg, z_s, decay_s, bias, rate, unit, pointer, stride: gl.constexpr, co
 
 
 @gluon.jit
+def fetch_values(tiles, pointers, strides, item, first, count, H: gl.constexpr):
+    """Rows with value channels of a chunk and head, its norms, and in a second group its states, to shared memory."""
+    _, state_s, dstate_s, do_s, dv_s, u_s, _, _, _, _, _, asked_s = tiles
+    _, _, _, do_ptr, dv_ptr, u_ptr, states_ptr, dstates_ptr, norms_ptr = pointers
+    _, _, _, do_stride = strides
+    token, out, h = first.to(gl.int64), item.to(gl.int64), item % H
+    fetch_blocks(do_s, do_ptr + (token * do_stride + h * 128), do_stride, count)
+    fetch_blocks(u_s, u_ptr + out * (64 * 128), 128, 64)
+    fetch_blocks(dv_s, dv_ptr + (token * (H * 128) + h * 128), H * 128, count)
+    here = norms_ptr + (out * 256 + gl.arange(0, 256, FLAT))
+    async_copy.async_copy_global_to_shared(asked_s._reinterpret(gl.float32, [256], LINE), here)
+    async_copy.commit_group()
+    fetch_state(state_s, states_ptr + out * (128 * 128))
+    fetch_state(dstate_s, dstates_ptr + out * (128 * 128))
+    async_copy.commit_group()
+
+
+@gluon.jit
+def fetch_keys(tiles, z_s, k_s, pointers, strides, item, first, count, H: gl.constexpr):
+    """Its rows with key channels."""
+    q_ptr, k_ptr, z_ptr, _, _, _, _, _, _ = pointers
+    q_stride, k_stride, z_stride, _ = strides
+    token, h = first.to(gl.int64), item % H
+    fetch_rows(z_s, z_ptr + (token * z_stride + h * 128), z_stride, count)
+    fetch_rows(k_s, k_ptr + (token * k_stride + h * 128), k_stride, count)
+    fetch_rows(tiles[0], q_ptr + (token * q_stride + h * 128), q_stride, count)
+    async_copy.commit_group()
+
+
+@gluon.jit
 def gradients_of_half(
-    digits, k, between, tiles, totals, before, behind, places, unit, scale, count, H: gl.constexpr, LATE: gl.constexpr
+    digits, k, between, tiles, totals, before, behind, places, upcoming, unit, scale, count,
+    H: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     """dq, dk and db of a half to memory. between: k c of half a for the second half; for the first k c too, and what
     the second gave it. totals: decays of this half's tiles; before, behind: from the chunk's start to this half's and
     from this half's end to the chunk's, [channels, 1]. Returns what a token's decay takes from pairs and states in this
     half, the sum of dG over rows, that of what they leave after the chunk, and what half a is given."""
-    q_s, state_s, dstate_s, do_s, dv_s, u_s, pairs_s, numbers_s, own_s, along_s, ones_s = tiles
+    q_s, state_s, dstate_s, do_s, dv_s, u_s, pairs_s, numbers_s, own_s, along_s, ones_s, _ = tiles
     dq_ptr, dk_ptr, db_ptr = places
     high_first, low_first, high_second, low_second = digits
     t_first, t_second = totals
@@ -260,6 +296,10 @@ def gradients_of_half(
     start = r * (exp2(before) * per_unit)
     dq = times_state(state_s, do_s, HALF) * start
     dk = times_state(state_s, dv_s, HALF) * -start
+    if not LATE:
+        pointers, strides, item, first, there = upcoming
+        gl.thread_barrier()  # nothing more is read of states and rows of values
+        fetch_values(tiles, pointers, strides, item, first, there, H)
     q_norm = numbers_s.index(HALF).load(ROW)[None, :]
     q = turned(q_s[HALF]) * (q_norm * scale)
     dG = q * dq + k * dk
@@ -330,15 +370,10 @@ def softplus_tile_kernel(
     do_stride,
     lower_bound,
     scale,
+    items,  # chunks times heads; a program takes every so-manyth
     H: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    program = gl.program_id(0)
-    h = program % H
-    start = gl.load(spans_ptr + 2 * (program // H))
-    count = gl.load(spans_ptr + 2 * (program // H) + 1)
-    token = start.to(gl.int64)
-    out = program.to(gl.int64)
     do_s = buffers(4, 32, 64, TILE)
     dv_s = buffers(4, 32, 64, TILE)
     u_s = buffers(4, 32, 64, TILE)
@@ -349,70 +384,79 @@ def softplus_tile_kernel(
     dstate_s = buffers(2, 64, 128, TILE)
     pairs_s = buffers(6, 32, 32, SMALL)
     ones_s = buffers(4, 16, 16, SMALL)
-    decay_s = ()
-    for _ in gl.static_range(2):
-        decay_s = decay_s + (gl.allocate_shared_memory(gl.float32, [128, 32], PRIVATE),)
-    numbers_s = gl.allocate_shared_memory(gl.float32, [8, 32], LINE)  # norms of q, of k, beta: a and b of each
+    decay_a_s = gl.allocate_shared_memory(gl.float32, [128, 32], PRIVATE)
+    decay_s = (decay_a_s, gl.allocate_shared_memory(gl.float32, [128, 32], PRIVATE))
+    asked_s = gl.allocate_shared_memory(gl.float32, [8, 32], LINE)  # norms of q, of k, beta: a and b of each
+    numbers_s = gl.allocate_shared_memory(gl.float32, [8, 32], LINE)  # the same, of the chunk in work
     own_s = gl.allocate_shared_memory(gl.float32, [2, 32], LINE)
     along_s = gl.allocate_shared_memory(gl.float32, [2, 32], LINE)
-    fetch_blocks(do_s, do_ptr + (token * do_stride + h * 128), do_stride, count)
-    fetch_blocks(u_s, u_ptr + out * (64 * 128), 128, 64)
-    fetch_blocks(dv_s, dv_ptr + (token * (H * 128) + h * 128), H * 128, count)
-    FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
-    each = gl.arange(0, 256, FLAT)
-    async_copy.async_copy_global_to_shared(
-        numbers_s._reinterpret(gl.float32, [256], LINE), norms_ptr + (out * 256 + each)
-    )  # fmt: skip
-    async_copy.commit_group()
-    fetch_rows(z_s, z_ptr + (token * z_stride + h * 128), z_stride, count)
-    fetch_rows(k_s, k_ptr + (token * k_stride + h * 128), k_stride, count)
+    tiles = (q_s, state_s, dstate_s, do_s, dv_s, u_s, pairs_s, numbers_s, own_s, along_s, ones_s, asked_s)
+    pointers = (q_ptr, k_ptr, z_ptr, do_ptr, dv_ptr, u_ptr, states_ptr, dstates_ptr, norms_ptr)
+    strides = (q_stride, k_stride, z_stride, do_stride)
     row, column = gl.arange(0, 16, gl.SliceLayout(1, BLOCK))[:, None], gl.arange(0, 16, gl.SliceLayout(0, BLOCK))
     for n in gl.static_range(4):
         here = ones_ptr + (256 * n + row * 16 + column[None, :])
         async_copy.async_copy_global_to_shared(ones_s[n], here)
-    fetch_state(state_s, states_ptr + out * (128 * 128))
-    fetch_state(dstate_s, dstates_ptr + out * (128 * 128))
-    fetch_rows(q_s, q_ptr + (token * q_stride + h * 128), q_stride, count)
-    async_copy.commit_group()
+    program = gl.program_id(0)
+    first = gl.load(spans_ptr + 2 * (program // H))
+    there = gl.load(spans_ptr + 2 * (program // H) + 1)
+    fetch_values(tiles, pointers, strides, program, first, there, H)
+    fetch_keys(tiles, z_s, k_s, pointers, strides, program, first, there, H)
     channel = gl.arange(0, 128, CHANNEL)
-    rate = exp2(gl.load(A_log_ptr + h).to(gl.float32) * LOG2E)
-    bias = gl.load(dt_bias_ptr + h * 128 + channel)[:, None]
-    at_totals = totals_ptr + (out * 512 + channel)
-    t0, t1 = gl.load(at_totals)[:, None], gl.load(at_totals + 128)[:, None]
-    t2, t3 = gl.load(at_totals + 256)[:, None], gl.load(at_totals + 384)[:, None]
+    for further in range(0, items - program, gl.num_programs(0)):
+        item = program + further
+        h = item % H
+        start = gl.load(spans_ptr + 2 * (item // H))
+        count = gl.load(spans_ptr + 2 * (item // H) + 1)
+        token = start.to(gl.int64)
+        out = item.to(gl.int64)
+        following = gl.minimum(item + gl.num_programs(0), items - 1)  # of the last item nobody waits for what it asks
+        following_start = gl.load(spans_ptr + 2 * (following // H))
+        following_count = gl.load(spans_ptr + 2 * (following // H) + 1)
+        rate = exp2(gl.load(A_log_ptr + h).to(gl.float32) * LOG2E)
+        bias = gl.load(dt_bias_ptr + h * 128 + channel)[:, None]
+        at_totals = totals_ptr + (out * 512 + channel)
+        t0, t1 = gl.load(at_totals)[:, None], gl.load(at_totals + 128)[:, None]
+        t2, t3 = gl.load(at_totals + 256)[:, None], gl.load(at_totals + 384)[:, None]
+        v = rows_of(v_ptr + (token * v_stride + h * 128), v_stride, count)
 
-    v = rows_of(v_ptr + (token * v_stride + h * 128), v_stride, count)
+        async_copy.wait_group(2)
+        gl.thread_barrier()
+        numbers_s._reinterpret(gl.float32, [256], LINE).store(
+            asked_s._reinterpret(gl.float32, [256], LINE).load(FLAT)
+        )  # fmt: skip
+        unit = pairs_of_rows(do_s, dv_s, u_s, v, asked_s, own_s, along_s, pairs_s)
+        async_copy.wait_group(0)
+        gl.thread_barrier()
+        at = token * (H * 128) + h * 128
+        places = (dq_ptr + at, dk_ptr + at, db_ptr + (token * H + h))
+        through = along_channels(state_s, dstate_s)[:, None] * (exp2(t0 + t1 + t2 + t3) / unit)
+        none = t0 * 0.0
 
-    async_copy.wait_group(1)
-    gl.thread_barrier()
-    unit = pairs_of_rows(do_s, dv_s, u_s, v, numbers_s, own_s, along_s, pairs_s)
+        keep_decay(decay_s, z_s, bias, rate, count, 0)
+        keep_decay(decay_s, z_s, bias, rate, count, 1)
+        digits = digits_of(decay_s[0])
+        to_end = ones_s[1].permute((1, 0)).load(RIGHT)
+        c = exp2(exponents(digits[0], digits[1], to_end)) * exp2(t1)
+        k = turned(k_s[0]) * numbers_s.index(2).load(ROW)[None, :]
+        k_c = bf16(k * half_of(c, exp2(exponents(digits[2], digits[3], to_end))))
+        upcoming = (pointers, strides, following, following_start, following_count)
+        k = turned(k_s[1]) * numbers_s.index(3).load(ROW)[None, :]
+        dg_b, after, _left, to_a = gradients_of_half(
+            digits_of(decay_s[1]), k, k_c, tiles, (t2, t3), t0 + t1, none, places, upcoming, unit, scale, count, H, True
+        )  # fmt: skip
+        k = turned(k_s[0]) * numbers_s.index(2).load(ROW)[None, :]
+        dg_a, _after, left, _given = gradients_of_half(
+            digits_of(decay_s[0]), k, (k_c, to_a), tiles, (t0, t1), none, t2 + t3, places, upcoming,
+            unit, scale, count, H, False,
+        )  # fmt: skip
+        dg_a += after + through
+        dg_b += left + through
+
+        bias_a, rate_a = put_dz(dg_a, z_s, decay_s, bias, rate, unit, dz_ptr + at, H * 128, count, 0)
+        bias_b, rate_b = put_dz(dg_b, z_s, decay_s, bias, rate, unit, dz_ptr + at, H * 128, count, 1)
+        gl.store(dbias_ptr + (out * 128 + channel), bias_a + bias_b)
+        gl.store(drate_ptr + (out * 128 + channel), rate_a + rate_b)
+        gl.thread_barrier()
+        fetch_keys(tiles, z_s, k_s, pointers, strides, following, following_start, following_count, H)
     async_copy.wait_group(0)
-    gl.thread_barrier()
-    tiles = (q_s, state_s, dstate_s, do_s, dv_s, u_s, pairs_s, numbers_s, own_s, along_s, ones_s)
-    places = (dq_ptr + (token * (H * 128) + h * 128), dk_ptr + (token * (H * 128) + h * 128), db_ptr + (token * H + h))
-    through = along_channels(state_s, dstate_s)[:, None] * (exp2(t0 + t1 + t2 + t3) / unit)
-    none = t0 * 0.0
-
-    keep_decay(decay_s, z_s, bias, rate, count, 0)
-    keep_decay(decay_s, z_s, bias, rate, count, 1)
-    digits = digits_of(decay_s[0])
-    to_end = ones_s[1].permute((1, 0)).load(RIGHT)
-    c = exp2(exponents(digits[0], digits[1], to_end)) * exp2(t1)
-    k = turned(k_s[0]) * numbers_s.index(2).load(ROW)[None, :]
-    k_c = bf16(k * half_of(c, exp2(exponents(digits[2], digits[3], to_end))))
-    k = turned(k_s[1]) * numbers_s.index(3).load(ROW)[None, :]
-    dg_b, after, _, to_a = gradients_of_half(
-        digits_of(decay_s[1]), k, k_c, tiles, (t2, t3), t0 + t1, none, places, unit, scale, count, H, True
-    )  # fmt: skip
-    k = turned(k_s[0]) * numbers_s.index(2).load(ROW)[None, :]
-    dg_a, _, left, _ = gradients_of_half(
-        digits_of(decay_s[0]), k, (k_c, to_a), tiles, (t0, t1), none, t2 + t3, places, unit, scale, count, H, False
-    )  # fmt: skip
-    dg_a += after + through
-    dg_b += left + through
-
-    dz_ptr += token * (H * 128) + h * 128
-    bias_a, rate_a = put_dz(dg_a, z_s, decay_s, bias, rate, unit, dz_ptr, H * 128, count, 0)
-    bias_b, rate_b = put_dz(dg_b, z_s, decay_s, bias, rate, unit, dz_ptr, H * 128, count, 1)
-    gl.store(dbias_ptr + (out * 128 + channel), bias_a + bias_b)
-    gl.store(drate_ptr + (out * 128 + channel), rate_a + rate_b)
