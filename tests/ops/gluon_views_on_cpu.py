@@ -73,8 +73,8 @@ def scan(x: Tile, axis: int, combine: Any) -> Tile:
 
 
 def asm(text: str, constraints: str, inputs: list[Tile], kind: Kind, is_pure: bool, pack: int) -> Tile:
-    known = {"ex2": torch.exp2, "rcp": torch.reciprocal, "rsqrt": torch.rsqrt, "cvt.rn.bf16x2": torch.Tensor.bfloat16}
-    known |= {"shl.b32 $0, $2, 16": torch.Tensor.float}  # and the other half of a pair
+    known = {"ex2": torch.exp2, "rcp": torch.reciprocal, "rsqrt": torch.rsqrt}
+    known |= {"cvt.rn.bf16x2": torch.Tensor.bfloat16, "0xffff0000": torch.Tensor.float}  # of a pair
     [function] = [known[name] for name in known if name in text]
     return Tile(function(inputs[0].value))
 

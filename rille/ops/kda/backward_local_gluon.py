@@ -44,6 +44,16 @@ def bf16(x):
 
 
 @gluon.jit
+def wide(x):
+    """bf16 as fp32, in pairs."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 low, high; shl.b32 low, $2, 16; and.b32 high, $2, 0xffff0000;"
+        " mov.b32 $0, low; mov.b32 $1, high; }",
+        "=f,=f,r", [x], gl.float32, True, 2,
+    )  # fmt: skip
+
+
+@gluon.jit
 def buffers(COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
     """Shared memory for bf16, each tile by itself: the compiler orders by barriers what touches parts of one."""
     found = ()
@@ -75,12 +85,13 @@ def fetch_blocks(smem, pointer, stride, count):
 
 
 @gluon.jit
-def fetch_state(smem, pointer):
-    """A state [128, 128] into smem [2, 64, 128]."""
+def fetch_state(smem, pointer, rows=128):
+    """A state [128, 128] into smem [2, 64, 128]; so many of its rows."""
     value = gl.arange(0, 64, gl.SliceLayout(1, WIDE))[:, None]
     channel = gl.arange(0, 128, gl.SliceLayout(0, WIDE))[None, :]
     for n in gl.static_range(2):
-        async_copy.async_copy_global_to_shared(smem[n], pointer + ((value + 64 * n) * 128 + channel))
+        here = pointer + ((value + 64 * n) * 128 + channel)
+        async_copy.async_copy_global_to_shared(smem[n], here, (value + 64 * n < rows) & (channel >= 0))
 
 
 @gluon.jit
@@ -97,8 +108,8 @@ def pairs(left_s, right_s, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 @gluon.jit
 def row_sums(x_s, y_s, HALF: gl.constexpr):
     """[32]: sum over channels of the product of two tiles, element by element."""
-    first = x_s[2 * HALF].load(BLOCK).to(gl.float32) * y_s[2 * HALF].load(BLOCK).to(gl.float32)
-    second = x_s[2 * HALF + 1].load(BLOCK).to(gl.float32) * y_s[2 * HALF + 1].load(BLOCK).to(gl.float32)
+    first = wide(x_s[2 * HALF].load(BLOCK)) * wide(y_s[2 * HALF].load(BLOCK))
+    second = wide(x_s[2 * HALF + 1].load(BLOCK)) * wide(y_s[2 * HALF + 1].load(BLOCK))
     return gl.sum(first + second, 1)
 
 
@@ -110,7 +121,7 @@ def largest(a, b, c):
 @gluon.jit
 def turned(x_s):
     """x^T in fp32: the layout of a left operand is that of a product."""
-    return gl.convert_layout(x_s.permute((1, 0)).load(LEFT), TALL, assert_trivial=True).to(gl.float32)
+    return wide(gl.convert_layout(x_s.permute((1, 0)).load(LEFT), TALL, assert_trivial=True))
 
 
 @gluon.jit
@@ -148,7 +159,7 @@ def along_channels(state_s, dstate_s):
     """[channels]: sum over value channels of S D."""
     sums = gl.zeros([64, 128], gl.float32, WIDE)
     for n in gl.static_range(2):
-        sums += state_s[n].load(WIDE).to(gl.float32) * dstate_s[n].load(WIDE).to(gl.float32)
+        sums += wide(state_s[n].load(WIDE)) * wide(dstate_s[n].load(WIDE))
     return gl.convert_layout(gl.sum(sums, 0), CHANNEL)
 
 
@@ -210,7 +221,7 @@ def pairs_of_rows(do_s, dv_s, u_s, v, numbers_s, own_s, along_s, pairs_s):
         own_s.index(half).store(row_sums(do_s, u_s, half))
         sums = gl.zeros([32, 64], gl.float32, BLOCK)
         for n in gl.static_range(2):
-            sums += dv_s[2 * half + n].load(BLOCK).to(gl.float32) * v[2 * half + n].to(gl.float32)
+            sums += wide(dv_s[2 * half + n].load(BLOCK)) * wide(v[2 * half + n])
         along_s.index(half).store(gl.sum(sums, 1))
     i, j = gl.arange(0, 32, gl.SliceLayout(1, SQUARE))[:, None], gl.arange(0, 32, gl.SliceLayout(0, SQUARE))[None, :]
     beta_a = numbers_s.index(4).load(gl.SliceLayout(0, SQUARE))[None, :]
@@ -262,16 +273,16 @@ def gradients_of_half(
     q_norm = numbers_s.index(HALF).load(ROW)[None, :]
     q = turned(q_s[HALF]) * (q_norm * scale)
     q_up, k_up = bf16(q * up), bf16(k * up)
-    dG = q_up.to(gl.float32) * dq + k_up.to(gl.float32) * dk
+    dG = wide(q_up) * dq + wide(k_up) * dk
     own = own_s.index(HALF).load(ROW)[None, :] * (beta * per_unit)
     if LATE:
         k_c = between
         q_r, k_r = bf16(q * up * over), bf16(k * up * over)
         from_a = times(k_c, over_s.permute((1, 0)), zero)
-        dG += q_r.to(gl.float32) * from_a
+        dG += wide(q_r) * from_a
         dq += from_a * over
         from_a = times(k_c, over_k_s.permute((1, 0)), zero)
-        dG += k_r.to(gl.float32) * from_a
+        dG += wide(k_r) * from_a
         dk += from_a * over
     else:
         k_c, q_r, k_r = between
@@ -282,12 +293,12 @@ def gradients_of_half(
     end = times_state(dstate_s, u_s, HALF) * (exp2(to_end) * per_unit) * beta
     kept = k * down * end
     inside = times(k_up, dak_s, times(q_up, da_s, zero))
-    dG -= k_down.to(gl.float32) * inside + kept
+    dG -= wide(k_down) * inside + kept
     if LATE:
         dk += (end + inside) * down
     else:
         to_b = times(k_r, over_k_s, times(q_r, over_s, zero))
-        dG -= k_c.to(gl.float32) * to_b
+        dG -= wide(k_c) * to_b
         dk += (end + inside + to_b * over) * down
     known = gl.sum(k * dk, 0) * unit
     row = 32 * HALF + gl.arange(0, 32, ROW)

@@ -21,7 +21,7 @@ POINTERS = {
     "dinitial_ptr",
     "*i32": "spans_ptr starts_ptr order_ptr",
     "*i64": "first_ptr",
-    "i32": "q_stride k_stride v_stride z_stride o_stride do_stride b_stride tiles items items",
+    "i32": "q_stride k_stride v_stride z_stride o_stride do_stride b_stride tiles items",
     "fp32": "lower_bound scale",
 }
 TYPES = {name: kind for kind, names in POINTERS.items() for name in names.split()}
