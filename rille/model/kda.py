@@ -17,7 +17,6 @@ from itertools import chain
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from rille.model.allocate import Allocate, lay_together
 from rille.model.config import K3Config
@@ -27,6 +26,7 @@ from rille.ops.conv import PooledTail, short_conv
 from rille.ops.joint_linear import joint_linear
 from rille.ops.kda import DecodeLayer, Gate, PooledState, Pools, Projected, kda, kda_decode
 from rille.ops.kda.decode import choose_backend as choose_decode
+from rille.ops.linear import linear
 from rille.ops.norm import gated_rms_norm
 
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from rille.model.allocate import Allocate, lay_together
 from rille.model.config import K3Config
 from rille.model.context import Context, WholeSequences
 from rille.ops.joint_linear import joint_linear
+from rille.ops.linear import linear
 from rille.ops.mla import (
     absorbed_queries,
     attention,

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from rille.model.allocate import Allocate, lay_together
 from rille.model.beside import beside
 from rille.model.config import K3Config
 from rille.model.context import Context, LocalExchange, no_tap
 from rille.model.experts import ExpertWeights, activation
-from rille.ops.joint_linear import joint_linear, linear_onto
+from rille.ops.joint_linear import joint_linear
+from rille.ops.linear import linear, linear_onto
 from rille.ops.moe import route, route_logits, route_weights, router_logits
 from rille.ops.norm import rms_norm
 

@@ -14,7 +14,8 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+
+from rille.ops.linear import linear
 
 ROWS = 16  # heights are rounded up to this: kernels read the results with rows at multiples of 32 bytes
 
@@ -36,14 +37,6 @@ def joint_linear(x_ND: Tensor, groups: Groups, *, joint: bool | None = None) -> 
     y_NC = joint_product(x_ND, weights, True)
     heights = [sum(w.shape[0] for w in group) for group in groups]
     return tuple(y_NC[:, sum(heights[:n]) : sum(heights[: n + 1])] for n in range(len(heights)))
-
-
-def linear_onto(x_ND: Tensor, weight_CD: Tensor, onto_NC: Tensor) -> Tensor:
-    """onto + x W', dtype of x, which may take the memory of `onto`. Without gradients on a GPU the sum belongs to the
-    product, rounded once; else the product is rounded first, as in the official model."""
-    if not x_ND.is_cuda or torch.is_grad_enabled():
-        return linear(x_ND, weight_CD) + onto_NC
-    return onto_NC.addmm_(x_ND, weight_CD.t())
 
 
 def side_by_side(parts: list[Tensor]) -> Tensor:

@@ -18,6 +18,8 @@ from torch import Tensor
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from rille.ops.chains import is_chain
+
 INTERPRET = bool(knobs.runtime.interpret)
 
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
@@ -38,6 +40,19 @@ def launch(kernel: Any, programs: int, arguments: tuple[Any, ...], **constants: 
         return
     compiled, values = found
     compiled[(programs, 1, 1)](*arguments, *values)
+
+
+def chained(x: Tensor, joins: bool = False) -> dict[str, Any]:
+    """The constant, and the option, of a kernel that may begin before the one ahead of it has ended (`chains.py`), on
+    x's card. joins: it waits for two streams, so that it only lets the next one begin."""
+    if INTERPRET or not (is_chain() and takes_chains(x.device)):
+        return dict(CHAINED=False)
+    return dict(CHAINED=True) if joins else dict(CHAINED=True, launch_pdl=True)
+
+
+@lru_cache
+def takes_chains(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def kind(x: Any) -> Any:

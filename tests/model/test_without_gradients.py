@@ -41,11 +41,10 @@ def test_on_a_cpu_the_bits_are_the_same(config):
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 64, 1500])
 def test_on_a_gpu_the_values_are_the_same(rows):
-    """All experts, since rounding chooses others where few are chosen of many."""
+    """In bf16, with all experts, since rounding chooses others where few are chosen of many."""
     config = preset("nano").replace(num_experts=6, init_std=0.1)
-    for dtype, limit in ((torch.float32, 1e-4), (torch.bfloat16, 0.1)):
-        model = new_model(config, dtype=dtype, device="cuda", seed=1)
-        tokens = torch.arange(rows, device="cuda") * 977 % config.vocab_size
-        with torch.no_grad():
-            without, tapped = hidden(model, tokens), hidden(model, tokens, keep)
-        assert (without - tapped).float().norm() <= limit * tapped.float().norm()
+    model = new_model(config, dtype=torch.bfloat16, device="cuda", seed=1)
+    tokens = torch.arange(rows, device="cuda") * 977 % config.vocab_size
+    with torch.no_grad():
+        without, tapped = hidden(model, tokens), hidden(model, tokens, keep)
+    assert (without - tapped).float().norm() <= 0.1 * tapped.float().norm()

@@ -59,9 +59,24 @@ def test_sums_are_those_of_the_definition(size, glu, poisoned):
     Few(choices(N, E, A), E, L, F, GLUS[glu]).compare()
 
 
-@pytest.mark.parametrize("size", [SIZES[2], (9, 40, 3, 48, 72), (50, 12, 4, 16, 40)])
+LISTED = [(50, 12, 4, 48, 40), (90, 70, 2, 16, 8), (200, 31, 5, 16, 24)]
+
+
+@pytest.mark.parametrize("size", LISTED)
+def test_more_pairs_are_listed_first(size, poisoned):
+    N, E, A, L, F = size
+    assert N * A > few.FEWEST_LISTED
+    Few(choices(N, E, A), E, L, F).compare()
+
+
+@pytest.mark.parametrize("tokens", [129, 300])
+def test_all_tokens_of_a_list_at_one_expert(tokens, poisoned):
+    Few(torch.full((tokens, 1), 2), 4, 16, 24).compare()
+
+
+@pytest.mark.parametrize("size", [SIZES[2], (9, 40, 3, 48, 72), *LISTED[:2]])
 def test_sums_in_steps(size, poisoned, monkeypatch):
-    """Where a program cannot hold the weights of its columns; by pair, and by expert where pairs are more."""
+    """Where a program cannot hold the weights of its columns."""
     monkeypatch.setattr(few, "HELD", 0)
     N, E, A, L, F = size
     Few(choices(N, E, A), E, L, F).compare()

@@ -8,6 +8,7 @@ import torch
 from rille.model.model import new_model
 from rille.model.presets import preset
 from rille.serve import assemble
+from rille.serve import graphs as graphs_module
 from rille.serve.engine import Engine
 from rille.serve.graphs import DecodeGraphs
 from rille.serve.schema import SamplingParams
@@ -49,6 +50,24 @@ def test_recorded_steps_agree_with_steps_as_they_come():
             same = next((n for n in range(20) if one.tokens[n] != other.tokens[n]), 20)
             assert one.logprobs[:same] == pytest.approx(other.logprobs[:same], abs=0.05)
     assert recorded.runner.graphs is not None and recorded.runner.graphs._recorded
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("streams", [1, 5, 64])
+def test_kernels_that_begin_early_give_the_same_bits(monkeypatch, streams):
+    """Whatever they may not read before the kernel ahead has ended would differ sooner or later."""
+    model = new_model(preset("nano"), dtype=torch.bfloat16, device="cuda", seed=1)
+    prompts = [prompt(20 + 7 * n, seed=n) for n in range(streams)]
+    params = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
+    results = []
+    for early in (False, True):
+        monkeypatch.setattr(graphs_module, "CHAINED", early)
+        served = Engine(model, num_pages=400, hash_unit=64, max_running=64)
+        served.generate(prompts, params)
+        results.append([one for (one,) in served.generate(prompts, params)])
+        assert served.runner.graphs is not None and served.runner.graphs._recorded
+    for one, other in zip(*results, strict=True):
+        assert one.tokens == other.tokens and one.logprobs == other.logprobs
 
 
 def all_active():

@@ -18,6 +18,7 @@ from torch import Tensor
 from triton import knobs
 
 from rille.ops.attn_res import mix_kernels, wide_kernels
+from rille.ops.launching import chained
 
 # Most sources of one site, for each number of them is a kernel of its own; widest row that fits one program.
 MOST_SOURCES, WIDEST = 16, 8192
@@ -144,7 +145,8 @@ def mix(
         flags |= dict(D=D, BLOCK=p.BLOCK, LANES=32 * p.forward_warps, VEC=p.VEC, num_warps=p.forward_warps)
         flags |= dict(maxnreg=registers_of_a_thread(p.forward_warps, p.forward_programs))
         launch: Any = mix_kernels.mix_forward[(-(-N // p.STEP),)]
-        launch(*arguments, STEP=p.STEP, GROUP=p.GROUP, FEW=p.few, **flags)
+        early = chained(out) if p.few else {}
+        launch(*arguments, STEP=p.STEP, GROUP=p.GROUP, FEW=p.few, **flags, **early)
     return out, running, stats
 
 

@@ -26,6 +26,8 @@ next power of two, C columns of stats.
 import triton
 import triton.language as tl
 
+from rille.ops.chain_kernels import meet
+
 
 @triton.jit
 def add2(a0, a1, b0, b1):
@@ -100,6 +102,7 @@ def mix_forward(
     sources, update, query, gain, norm_gain, out, running, stats, N, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr,
     VEC: tl.constexpr, UPDATE: tl.constexpr, NORM: tl.constexpr, STATS: tl.constexpr, FEW: tl.constexpr,
+    CHAINED: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (N / STEP). FEW: there are so few rows that what a row waits for counts, not what the card moves: all that
     does not depend on another load is asked for before the first use, and before any store, which loads do not pass."""
@@ -113,7 +116,7 @@ def mix_forward(
             n_B = tl.load(norm_gain + d_B, mask=d_B < D, other=0.0)
         h_B = mixture(
             sources, update, query, gain, running, stats + row * (2 * R + NORM), start, d_B, eps, D, BLOCK, GROUP,
-            LANES, VEC, UPDATE, STATS, FEW,
+            LANES, VEC, UPDATE, STATS, FEW, CHAINED,
         )  # fmt: skip
         out_B = h_B.to(dtype)
         if NORM:
@@ -132,12 +135,13 @@ def mix_forward(
 def mixture(
     sources, update, query, gain, running, of_row, start, d_B, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
-    UPDATE: tl.constexpr, STATS: tl.constexpr, FEW: tl.constexpr,
+    UPDATE: tl.constexpr, STATS: tl.constexpr, FEW: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """h of one row, fp32."""
     R: tl.constexpr = len(sources)
     if FEW:
         w_B = weights_of_score(query, gain, d_B, D)
+    meet(CHAINED)
     group = load_group(sources, update, running, start, d_B, D, 0, GROUP, UPDATE)
     if not FEW:
         w_B = weights_of_score(query, gain, d_B, D)

@@ -26,7 +26,7 @@ FLAGS = {"update": "UPDATE", "norm_gain": "NORM"}
 def forward(R: int, D: int, fused: bool = False, few: bool = False) -> Specimen:
     p, name = mix.plan(R, D, 2, fused, few), f"forward_r{R}_d{D}{'_site' if fused else ''}{'_few' if few else ''}"
     sizes: dict[str, Any] = dict(D=D, BLOCK=p.BLOCK, LANES=32 * p.forward_warps, VEC=p.VEC)
-    sizes |= dict(STEP=p.STEP, GROUP=p.GROUP, FEW=few)
+    sizes |= dict(STEP=p.STEP, GROUP=p.GROUP, FEW=few, CHAINED=few)
     kernel = mix_kernels.mix_forward
     flags = dict(UPDATE=fused, NORM=fused, STATS=not few)
     most = mix.registers_of_a_thread(p.forward_warps, p.forward_programs)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rille.ops.figures import row_kernels
-from rille.ops.launching import INTERPRET
+from rille.ops.launching import INTERPRET, chained
 
 BLOCK = 64 if INTERPRET else 2048  # logits of a part: 16 programs for a row of 32,768
 
@@ -29,10 +29,11 @@ def token_figures(logits: Tensor, tokens: Tensor | None, least: float) -> tuple[
     if N == 0:
         return found, figures
     some, k = (tops, places, sums), cast(Any, row_kernels)
-    k.part_kernel[(parts, N)](logits, *some, logits.stride(0), W, parts, BLOCK=BLOCK, num_warps=4)
+    early = chained(logits)
+    k.part_kernel[(parts, N)](logits, *some, logits.stride(0), W, parts, BLOCK=BLOCK, num_warps=4, **early)
     k.row_kernel[(N,)](
         logits, tokens, *some, found, figures, logits.stride(0), N, parts, W, least,
-        BLOCK=max(2, 1 << (parts - 1).bit_length()), num_warps=1,
+        BLOCK=max(2, 1 << (parts - 1).bit_length()), num_warps=1, **early,
     )  # fmt: skip
     return found, figures
 

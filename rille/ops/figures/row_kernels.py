@@ -11,12 +11,15 @@ Suffixes: B places of a part, P parts.
 import triton
 import triton.language as tl
 
+from rille.ops.chain_kernels import meet
+
 
 @triton.jit
-def part_kernel(logits, tops, places, sums, row, W, PARTS, BLOCK: tl.constexpr):
+def part_kernel(logits, tops, places, sums, row, W, PARTS, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
     """Grid (PARTS, N). logits [N, W] with distant rows; tops, sums fp32 and places int32 [N, PARTS]. Of a part that is
     not all finite the sum is NaN."""
     p, n = tl.program_id(0), tl.program_id(1)
+    meet(CHAINED)
     w_B = p * BLOCK + tl.arange(0, BLOCK)
     l_B = tl.load(logits + n.to(tl.int64) * row + w_B, mask=w_B < W, other=float("-inf")).to(tl.float32)
     finite_B = tl.abs(l_B) < float("inf")
@@ -32,9 +35,13 @@ def part_kernel(logits, tops, places, sums, row, W, PARTS, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def row_kernel(logits, tokens, tops, places, sums, found, figures, row, N, PARTS, W, least, BLOCK: tl.constexpr):
+def row_kernel(
+    logits, tokens, tops, places, sums, found, figures, row, N, PARTS, W, least, BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
     """Grid (N). tokens int64 [N] or None; found int64 [N]; figures float64 [3, N]."""
     n, p_P = tl.program_id(0), tl.arange(0, BLOCK)
+    meet(CHAINED)
     at_P, there_P = n * PARTS + p_P, p_P < PARTS
     top_P = tl.load(tops + at_P, mask=there_P, other=float("-inf"))
     sum_P = tl.load(sums + at_P, mask=there_P, other=0.0)

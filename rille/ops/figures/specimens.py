@@ -16,6 +16,7 @@ DIVISIBLE = ("logits", "tops", "sums", "places", "found", "figures", "row", "W")
 
 
 def specimen(name: str, kernel: Any, warps: int, **constexprs: Any) -> Specimen:
+    constexprs["CHAINED"] = True
     signature = {n: TYPES[n] for n in kernel.arg_names if n not in constexprs}
     return Specimen(f"figures_{name}", kernel, signature, constexprs, warps, divisible=DIVISIBLE)
 

@@ -254,6 +254,14 @@ def gated_norm(o_TV, gate_TV, weight_V, eps, V: gl.constexpr):
 
 
 @gluon.jit
+def meet(CHAINED: gl.constexpr):
+    """As in `rille.ops.chain_kernels`."""
+    if CHAINED:
+        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, False, 1)
+        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, False, 1)
+
+
+@gluon.jit
 def clear(y, tokens, T: gl.constexpr, V: gl.constexpr, row: gl.constexpr):
     """A row without a sequence reads as 0."""
     offsets, here, _ = outputs_of(tokens, T, V, row)
@@ -284,8 +292,10 @@ def decode(
     qkv, z, b, gate, y, conv_weight, A_log, dt_bias, norm_weight, tails, states, slots,
     lower_bound, eps, qkv_row, z_row, b_row, gate_row, tail_slot, state_slot,
     H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, W: gl.constexpr, BOUNDED: gl.constexpr, LANES: gl.constexpr,
+    CHAINED: gl.constexpr = False,
 ):  # fmt: skip
-    """Grid (H, B). One token of one head of one sequence; state and tail are read and written in place."""
+    """Grid (H, B). One token of one head of one sequence; state and tail are read and written in place. In a chain
+    nobody else writes states, tails and slots."""
     HK: gl.constexpr = H * K
     HV: gl.constexpr = H * V
     C: gl.constexpr = 2 * HK + HV
@@ -293,6 +303,7 @@ def decode(
     slot = gl.load(slots + row).to(gl.int64)
     y += row * HV + head * V
     if slot < 0:
+        meet(CHAINED)
         clear(y, 1, 1, V, HV)
         return
 
@@ -303,6 +314,7 @@ def decode(
     state = states + slot * state_slot + head * (V * K)
     state_VK = state + gl.arange(0, V, layout=over_V)[:, None] * K + gl.arange(0, K, layout=over_K)[None, :]
     S_VK = gl.load(state_VK)
+    meet(CHAINED)
 
     line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     q_K = head * K + gl.arange(0, K, layout=line)

@@ -13,7 +13,7 @@ from torch import Tensor
 from rille.ops.kda import decode_gluon, decode_kernels, verify_gluon
 from rille.ops.kda.decode_operands import DecodeLayer, Pools, Projected
 from rille.ops.kda.operands import multiprocessors
-from rille.ops.launching import described
+from rille.ops.launching import chained, described
 
 
 class Spread(NamedTuple):
@@ -124,7 +124,7 @@ def decode_op(
     if B == 0:
         return y
     kernel: Any = decode_gluon.decode if name == "gluon" else decode_kernels.decode
-    options = gluon_options(decode_spread(K, V, B)) if name == "gluon" else twin_options(K, V)
+    options = gluon_options(decode_spread(K, V, B)) | chained(qkv) if name == "gluon" else twin_options(K, V)
     kernel[(H, B)](
         qkv, z, b, gate, y, conv_weight, A_log, dt_bias, norm_weight, tails, states, slots,
         lower_bound or 0.0, eps, qkv.stride(0), z.stride(0), b.stride(0), gate.stride(0),

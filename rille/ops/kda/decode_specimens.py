@@ -32,6 +32,8 @@ def specimen(
         constexprs |= decode_launch.tiles(tokens, tokens) | ({} if clocks else dict(clocks=None))
     if "triton" not in name:
         constexprs |= dict(LANES=spread.lanes)
+    if name.startswith("decode_gluon"):
+        constexprs |= dict(CHAINED=True)
     types = TYPES | dict(states_desc=ring_descriptor([V, K], "fp32"))
     signature: dict[str, Any] = {arg: types[arg] for arg in kernel.arg_names if arg not in constexprs}
     maxnreg = None if "triton" in name else spread.maxnreg

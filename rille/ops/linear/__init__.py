@@ -1,7 +1,7 @@
-"""x W' as PyTorch has it, and for a few rows on a GPU a kernel of ours: while text is generated a product is one read
+"""x W' as PyTorch has it, and for a few rows on a GPU kernels of ours: while text is generated a product is one read
 of its weights, and what counts is how soon it begins and ends.
 
-`few_kernels.py` is the kernel, launched by `few.py`; `torch.nn.functional.linear` is the twin.
+`few_kernels.py` are the kernels, launched by `few.py`; `torch.nn.functional.linear` is the twin.
 """
 
 from importlib.util import find_spec
@@ -14,12 +14,15 @@ __all__ = ["is_few", "linear", "linear_onto", "wide_linear"]
 
 HAS_TRITON = find_spec("triton") is not None  # asked once: torch.compile cannot trace the question
 BACKENDS = ("triton", "torch")
-MOST_ROWS, WIDE = 8, 2048  # beyond them the library's tiles are as quick; of a sum that a program does not hold one row
+# Rows, of them so many of a sum of so much, that meet the weights one by one, of all others one; in tiles, of results
+# and sums so wide. Beyond them the library's kernels are as quick.
+MOST_ROWS, WIDE = 8, 2048
+TILED_ROWS, TILED_RESULT, TILED_SUM = 128, 1024, 512
 
 
 def linear(x: Tensor, weight: Tensor, *, backend: str | None = None) -> Tensor:
     """x [..., D] times weight [C, D] transposed: [..., C] in x's dtype, which both share. Sums are fp32 (float64 for
-    float64). Differentiable. backend: "triton" (x [N, D], no gradient) or "torch"; by default the kernel where
+    float64). Differentiable. backend: "triton" (x [N, D], no gradient) or "torch"; by default a kernel where
     `is_few`.
 
     Raises ValueError for a backend that cannot run, RuntimeError for shapes that do not fit.
@@ -51,12 +54,12 @@ def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def is_few(x: Tensor, weight: Tensor, *others: Tensor) -> bool:
-    """Whether the kernel runs by default: x [N, D] has few rows, on a GPU, and nothing is differentiated."""
+    """Whether a kernel runs by default: x [N, D] has few rows, on a GPU, and nothing is differentiated."""
     return x.is_cuda and not _obstacle(x, weight, *others)
 
 
 def _obstacle(x: Tensor, weight: Tensor, *others: Tensor) -> str:
-    """Why the kernel cannot run, or an empty string."""
+    """Why the kernels cannot run, or an empty string."""
     if not HAS_TRITON:
         return "triton is not installed"
     if torch.compiler.is_compiling():
@@ -65,16 +68,23 @@ def _obstacle(x: Tensor, weight: Tensor, *others: Tensor) -> str:
 
     if not x.is_cuda and not INTERPRET:
         return f"the tensors are on {x.device.type}"
-    if x.ndim != 2 or not 0 < len(x) <= (MOST_ROWS if x.shape[1] <= WIDE else 1):
-        return f"the kernel takes 1 to {MOST_ROWS} rows, and 1 of more than {WIDE}, not {tuple(x.shape)}"
+    if x.ndim != 2 or weight.ndim != 2 or not takes(x.shape[0], x.shape[1], len(weight)):
+        return f"the kernels do not take {tuple(x.shape)} times {tuple(weight.shape)}"
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, *others)):
-        return "the kernel has no gradient"
+        return "the kernels have no gradient"
     known = (torch.bfloat16, torch.float16, torch.float32)
     if x.dtype not in known or any(t.dtype != x.dtype for t in (weight, *others)):
-        return f"the kernel takes bf16, fp16 or fp32 alike, not {x.dtype} and {weight.dtype}"
-    if weight.ndim != 2 or weight.shape[1] != x.shape[1] or not weight.is_contiguous() or x.stride(1) != 1:
-        return f"the kernel takes x [N, D] with dense rows and dense weights [C, D], not {x.shape} and {weight.shape}"
+        return f"the kernels take bf16, fp16 or fp32 alike, not {x.dtype} and {weight.dtype}"
+    if weight.shape[1] != x.shape[1] or not weight.is_contiguous() or x.stride(1) != 1:
+        return f"the kernels take x [N, D] with dense rows and dense weights [C, D], not {x.shape} and {weight.shape}"
     return ""
+
+
+def takes(N: int, D: int, C: int) -> bool:
+    """Whether a kernel has x [N, D] and weights [C, D]."""
+    if N <= MOST_ROWS:
+        return N > 0 and (N == 1 or D <= WIDE)
+    return N <= TILED_ROWS and D <= TILED_SUM and C <= TILED_RESULT
 
 
 def _by_kernel(op: str, backend: str | None, x: Tensor, *others: Tensor) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from rille.ops.launching import launch
+from rille.ops.launching import chained, launch
 from rille.ops.linear import few_kernels
 
+FEW = 8  # rows that meet the weights one by one
 HELD = 2048  # channels of a row of weights that a program holds
 
 
@@ -19,13 +22,23 @@ def sizes(rows: int, C: int, D: int) -> dict[str, int]:
     return dict(BLOCK=min(block, HELD), COLUMNS=columns, ROWS=1 << (rows - 1).bit_length(), num_warps=4)
 
 
+def tile(D: int) -> dict[str, int]:
+    return dict(BLOCK=max(32, 1 << (D - 1).bit_length()), COLUMNS=32, ROWS=16, num_warps=4)
+
+
 def linear(x: Tensor, weight: Tensor, onto: Tensor | None, dtype: torch.dtype) -> Tensor:
     """[N, C] in dtype. onto: with a dense last axis."""
     (N, D), C = x.shape, weight.shape[0]
     y = torch.empty(N, C, dtype=dtype, device=x.device)
     if onto is not None and onto.stride(1) != 1:
         onto = onto.contiguous()
-    s = sizes(N, C, D)
     arguments = (x, weight, onto, y, N, C, x.stride(0), 0 if onto is None else onto.stride(0))
-    launch(few_kernels.few_product, -(-C // s["COLUMNS"]), arguments, D=D, **s)
+    early = chained(x, joins=onto is not None)  # what is added comes from another stream
+    if N <= FEW:
+        s = sizes(N, C, D)
+        launch(few_kernels.few_product, -(-C // s["COLUMNS"]), arguments, D=D, **s, **early)
+    else:
+        s = tile(D)
+        kernel: Any = few_kernels.tile_product[(-(-C // s["COLUMNS"]), -(-N // s["ROWS"]))]
+        kernel(*arguments, D=D, **s, **early)
     return y

@@ -1,7 +1,8 @@
-"""A product of a few rows in Triton: y = x W' (+ onto).
+"""Products of few rows in Triton: y = x W' (+ onto).
 
-A program has COLUMNS rows of W, whole where they fit: the weights are asked for first, then each row of x meets them by
-plain multiplications, which hide behind the read. A row's sums do not depend on the rows beside it.
+A program has COLUMNS rows of W, whole where they fit: the weights are asked for first. Then in `few_product` each row
+of x meets them by plain multiplications, which hide behind the read; in `tile_product` ROWS of them by the tensor
+cores. A row's sums do not depend on the rows beside it.
 
 Suffixes: N rows, C columns of the result, D the axis of the sum.
 """
@@ -9,11 +10,13 @@ Suffixes: N rows, C columns of the result, D the axis of the sum.
 import triton
 import triton.language as tl
 
+from rille.ops.chain_kernels import meet
+
 
 @triton.jit
 def few_product(
     x, w, onto, y, N, C, x_row, onto_row, D: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Grid (C / COLUMNS). x [N, D] and onto [N, C] (or None) with distant rows, w [C, D] and y [N, C] dense; N up to
     ROWS."""
@@ -22,6 +25,7 @@ def few_product(
     w_CD = w + c_C.to(tl.int64)[:, None] * D + d_D[None, :]
     if BLOCK >= D:
         held_CD = tl.load(w_CD, mask=inside_C[:, None] & (d_D < D)[None, :], other=0.0).to(tl.float32)
+    meet(CHAINED)
     for n in tl.static_range(ROWS):
         there = n < N
         if BLOCK >= D:
@@ -37,3 +41,22 @@ def few_product(
         if onto is not None:
             sum_C += tl.load(onto + n * onto_row + c_C, mask=inside_C & there, other=0.0).to(tl.float32)
         tl.store(y + n * C + c_C, sum_C.to(y.dtype.element_ty), mask=inside_C & there)
+
+
+@triton.jit
+def tile_product(
+    x, w, onto, y, N, C, x_row, onto_row, D: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Grid (C / COLUMNS, N / ROWS). As `few_product`; BLOCK covers D."""
+    c_C, d_D = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, BLOCK)
+    n_N = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    inside_C, there_N = c_C < C, n_N < N
+    w_CD = tl.load(w + c_C[:, None] * D + d_D[None, :], mask=inside_C[:, None] & (d_D < D)[None, :], other=0.0)
+    meet(CHAINED)
+    x_ND = tl.load(x + n_N[:, None] * x_row + d_D[None, :], mask=there_N[:, None] & (d_D < D)[None, :], other=0.0)
+    y_NC = tl.dot(x_ND, w_CD.T)
+    mask_NC = there_N[:, None] & inside_C[None, :]
+    if onto is not None:
+        y_NC += tl.load(onto + n_N[:, None] * onto_row + c_C[None, :], mask=mask_NC, other=0.0).to(tl.float32)
+    tl.store(y + n_N[:, None] * C + c_C[None, :], y_NC.to(y.dtype.element_ty), mask=mask_NC)

@@ -6,21 +6,21 @@ from typing import Any
 
 from rille.ops.ahead import Specimen
 from rille.ops.linear import few_kernels
-from rille.ops.linear.few import sizes
+from rille.ops.linear.few import FEW, sizes, tile
 
 NUMBERS = ("N", "C", "x_row", "onto_row")
 
 
 def specimen(name: str, rows: int, C: int, D: int, onto: bool = False) -> Specimen:
-    constexprs: dict[str, Any] = dict(sizes(rows, C, D), D=D)
+    tiled = rows > FEW
+    constexprs: dict[str, Any] = dict(tile(D) if tiled else sizes(rows, C, D), D=D, CHAINED=True)
     warps = constexprs.pop("num_warps")
     if not onto:
         constexprs["onto"] = None
-    kernel: Any = few_kernels.few_product
+    kernel: Any = few_kernels.tile_product if tiled else few_kernels.few_product
     signature = {n: "i32" if n in NUMBERS else "*bf16" for n in kernel.arg_names if n not in constexprs}
-    return Specimen(
-        f"linear_{name}", kernel, signature, constexprs, warps, divisible=("x", "w", "y", "onto", "C", "x_row")
-    )
+    whole = ("x", "w", "y", "onto", "C", "x_row", "onto_row")
+    return Specimen(f"linear_{name}", kernel, signature, constexprs, warps, divisible=whole)
 
 
 SPECIMENS = [
@@ -30,4 +30,7 @@ SPECIMENS = [
     specimen("down", 8, 512, 896),
     specimen("head", 8, 32768, 512),
     specimen("wide", 1, 7168, 7168),
+    specimen("tile_square", 64, 512, 512),
+    specimen("tile_onto", 64, 512, 256, True),
+    specimen("tile_up", 64, 512, 128),
 ]

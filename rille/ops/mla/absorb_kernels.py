@@ -13,6 +13,8 @@ Suffixes: M rows of a tile, R latent channels, K key channels, V value channels;
 import triton
 import triton.language as tl
 
+from rille.ops.chain_kernels import meet
+
 
 @triton.jit
 def normed_row(x_B, gain, d_B, D: tl.constexpr, eps, dtype: tl.constexpr):
@@ -27,11 +29,12 @@ def normed_row(x_B, gain, d_B, D: tl.constexpr, eps, dtype: tl.constexpr):
 def store_kernel(
     both, gain, first, first_gain, normed, pool, table, positions, sequences, both_row, first_row, page_stride,
     max_pages, eps, R: tl.constexpr, REST: tl.constexpr, Q: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    TAIL: tl.constexpr,
+    TAIL: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Grid (N, 2 or 1 without queries). both [N, R + REST], first [N, Q] with distant rows, normed [N, Q] dense; pool
     [pages, PAGE, R + REST], table [S, max_pages]."""
     n, d_B = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    meet(CHAINED)
     if tl.program_id(1) == 0:
         position, sequence = tl.load(positions + n), tl.load(sequences + n)
         page = tl.load(table + sequence * max_pages + position // PAGE)
@@ -50,7 +53,7 @@ def store_kernel(
 @triton.jit
 def query_kernel(
     q, key, out, N, q_row, q_head, key_head, H, R: tl.constexpr, K: tl.constexpr, REST: tl.constexpr,
-    BLOCK_K: tl.constexpr, BR: tl.constexpr, TAIL: tl.constexpr, BM: tl.constexpr,
+    BLOCK_K: tl.constexpr, BR: tl.constexpr, TAIL: tl.constexpr, BM: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of R, and one for the shared part; H, tiles of rows). q [N, H, K + REST], key [H, K, R], out
     [N, H, R + REST]."""
@@ -62,12 +65,14 @@ def query_kernel(
         r_R, k_K = tl.program_id(0) * BR + tl.arange(0, BR), tl.arange(0, BLOCK_K)
         key_KR = key + h.to(tl.int64) * key_head + k_K[:, None] * R + r_R[None, :]
         w_KR = tl.load(key_KR, mask=(k_K < K)[:, None] & (r_R < R)[None, :], other=0.0)
+        meet(CHAINED)
         q_MK = tl.load(q_M[:, None] + k_K[None, :], mask=there_M[:, None] & (k_K < K)[None, :], other=0.0)
         own_MR = tl.dot(q_MK, w_KR).to(out.dtype.element_ty)
         tl.store(out_M[:, None] + r_R[None, :], own_MR, mask=there_M[:, None] & (r_R < R)[None, :])
     else:
         t_T = tl.arange(0, TAIL)
         mask_MT = there_M[:, None] & (t_T < REST)[None, :]
+        meet(CHAINED)
         shared_MT = tl.load(q_M[:, None] + (K + t_T)[None, :], mask=mask_MT, other=0.0)
         tl.store(out_M[:, None] + (R + t_T)[None, :], shared_MT, mask=mask_MT)
 
@@ -75,7 +80,7 @@ def query_kernel(
 @triton.jit
 def value_kernel(
     o, value, gate, out, N, value_head, gate_row, gate_head, H, R: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
-    BV: tl.constexpr, BM: tl.constexpr,
+    BV: tl.constexpr, BM: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of V, H, tiles of rows). o fp32 [N, H, R] dense, value [H, V, R], gate [N, H, V] or None, out
     [N, H V]."""
@@ -87,6 +92,7 @@ def value_kernel(
     value_VR = value + h.to(tl.int64) * value_head + v_V[:, None] * R + r_R[None, :]
     o_MR = o + ((n_M * H + h) * R)[:, None] + r_R[None, :]
     x_MV = tl.zeros([BM, BV], tl.float32)
+    meet(CHAINED)
     for r in range(0, R, BLOCK):
         inside_1R = (r + r_R < R)[None, :]
         w_RV = tl.load(value_VR + r, mask=(v_V < V)[:, None] & inside_1R, other=0.0).T

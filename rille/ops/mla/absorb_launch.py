@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rille.ops.launching import chained
 from rille.ops.mla import absorb_kernels
 from rille.ops.mla.cache import LatentCache
 from rille.ops.mla.tiles import cover
@@ -44,6 +45,7 @@ def store_op(
         both, gain, first, first_gain, normed, pool, table, positions, sequences, both.stride(0),
         0 if first is None else first.stride(0), pool.stride(0), table.shape[1], eps, R=R, REST=C - R, Q=Q,
         PAGE=pool.shape[1], BLOCK=wide, TAIL=cover(max(1, C - R)), num_warps=max(1, min(4, wide // 256)),
+        **chained(both),
     )  # fmt: skip
     return normed
 
@@ -69,7 +71,7 @@ def absorbed_queries(q: Tensor, key: Tensor) -> Tensor:
     kernel: Any = absorb_kernels.query_kernel[grid]
     kernel(
         q, key, out, N, q.stride(0), q.stride(1), key.stride(0), H, R=R, K=K, REST=width - K, BLOCK_K=cover(K),
-        BR=COLUMNS, TAIL=cover(max(1, width - K)), BM=ROWS, num_warps=4,
+        BR=COLUMNS, TAIL=cover(max(1, width - K)), BM=ROWS, num_warps=4, **chained(q),
     )  # fmt: skip
     return out
 
@@ -97,7 +99,7 @@ def gated_values(o: Tensor, value: Tensor, gate: Tensor | None, dtype: torch.dty
     kernel: Any = absorb_kernels.value_kernel[(-(-V // COLUMNS), H, -(-N // ROWS))]
     kernel(
         o, value, gate, out, N, value.stride(0), rows, heads, H, R=R, V=V, BLOCK=value_step(R), BV=COLUMNS,
-        BM=ROWS, num_warps=4,
+        BM=ROWS, num_warps=4, **chained(o),
     )  # fmt: skip
     return out
 

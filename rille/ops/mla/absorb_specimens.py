@@ -26,15 +26,16 @@ def of(size: str) -> list[Specimen]:
     wide = cover(max(R, Q))
     return [
         specimen(
-            f"store_rows_{size}", k.store_kernel, dict(R=R, REST=64, Q=Q, PAGE=64, BLOCK=wide, TAIL=64),
+            f"store_rows_{size}", k.store_kernel, dict(R=R, REST=64, Q=Q, PAGE=64, BLOCK=wide, TAIL=64, CHAINED=True),
             max(1, min(4, wide // 256)),
         ),
         specimen(
             f"absorbed_queries_{size}", k.query_kernel,
-            dict(R=R, K=128, REST=64, BLOCK_K=128, BR=COLUMNS, TAIL=64, BM=ROWS),
+            dict(R=R, K=128, REST=64, BLOCK_K=128, BR=COLUMNS, TAIL=64, BM=ROWS, CHAINED=True),
         ),
         specimen(
-            f"gated_values_{size}", k.value_kernel, dict(R=R, V=128, BLOCK=value_step(R), BV=COLUMNS, BM=ROWS),
+            f"gated_values_{size}", k.value_kernel,
+            dict(R=R, V=128, BLOCK=value_step(R), BV=COLUMNS, BM=ROWS, CHAINED=True),
         ),
     ]  # fmt: skip
 

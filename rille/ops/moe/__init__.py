@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from rille.ops.linear import is_few, wide_linear
 from rille.ops.moe import grouped, reference, select
 from rille.ops.moe.reference import bin_range, required_bias_histogram
 from rille.ops.norm import rms_norm
@@ -60,9 +61,11 @@ class ExpertOperands:
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """x W' in fp32 (float64 for float64): x [N, D], weight [E, D] of one dtype, result [N, E].
 
-    bf16 on a GPU is multiplied by the tensor cores: the products are exact in fp32 and summed there, as if both had
+    bf16 on a GPU is multiplied as it is: the products are exact in fp32 and summed there, as if both had
     been cast. In its gradient the logits' gradient is rounded to bf16 for the two products.
     """
+    if is_few(x, weight):
+        return wide_linear(x, weight)
     if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16 and HAS_TRITON:
         from rille.ops.moe import router
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rille.ops.launching import launch
+from rille.ops.launching import chained, launch
 from rille.ops.moe import router_kernels
 from rille.ops.moe.permute import INTERPRET, power_of_two
 
@@ -43,7 +43,7 @@ def router(
             router_kernels.router_forward, min(-(-N // height), router_programs(device)),
             (logits, bias, ids, weights, chosen, cutoff, *counts, N, logits.stride(0), scale),
             E=E, A=top, BINS=0 if apart else bins, BLOCK=block, CHOICES=power_of_two(top), ROWS=height,
-            RENORMALISE=renormalise, SCORED=scored, num_warps=1,
+            RENORMALISE=renormalise, SCORED=scored, num_warps=1, **chained(logits),
         )  # fmt: skip
     if apart:
         from rille.ops.moe import histogram_gluon

@@ -16,6 +16,8 @@ Suffixes: R rows of a tile, B block of the E experts, K block of the A choices (
 import triton
 import triton.language as tl
 
+from rille.ops.chain_kernels import meet
+
 LOWEST = tl.constexpr(-(2**31))  # below the key of -inf
 
 
@@ -34,7 +36,7 @@ def score_of(z, SCORED: tl.constexpr):
 def router_forward(
     logits, bias, ids, weights, chosen, cutoff, load, histogram, edges, N, logits_row, scale,
     E: tl.constexpr, A: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, CHOICES: tl.constexpr,
-    ROWS: tl.constexpr, RENORMALISE: tl.constexpr, SCORED: tl.constexpr,
+    ROWS: tl.constexpr, RENORMALISE: tl.constexpr, SCORED: tl.constexpr, CHAINED: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (P). ids int64, weights, chosen (their scores) [N, A]; load int64 [E] or None; histogram int32 [E, BINS]
     (one batch stays below 2^31), not counted where BINS is 0; edges [2] or None: the lowest and the highest edge of the
@@ -43,6 +45,7 @@ def router_forward(
     bias_B = tl.load(bias + e_B, mask=e_B < E, other=0.0)
     low = tl.min(tl.where(e_B < E, bias_B, float("inf")), 0) - 1.0
     high = tl.max(tl.where(e_B < E, bias_B, float("-inf")), 0) + 1.0
+    meet(CHAINED)
     if edges is not None:
         tl.store(edges, low, mask=tl.program_id(0) == 0)
         tl.store(edges + 1, high, mask=tl.program_id(0) == 0)

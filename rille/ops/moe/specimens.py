@@ -7,7 +7,7 @@ from typing import Any
 
 from rille.ops.ahead import Specimen
 from rille.ops.moe import few_kernels, histogram_gluon, permute_kernels, product_kernels, router_kernels
-from rille.ops.moe.few import COLUMNS, OPTIONS, step
+from rille.ops.moe.few import COLUMNS, LISTS, step
 from rille.ops.moe.few import TILE as FEW
 from rille.ops.moe.permute import TILE
 from rille.ops.moe.products import Tiles, plan
@@ -95,8 +95,9 @@ def routes(size: str) -> list[Specimen]:
     L, F, E, A = SHAPES[size]
     E, block, choices = (896, 1024, 16) if size == "k3" else (E, 256, 8)
     router = dict(
-        E=E, A=A, BINS=4000, BLOCK=block, CHOICES=choices, ROWS=max(1, 512 // block), RENORMALISE=True, SCORED=False
-    )
+        E=E, A=A, BINS=4000, BLOCK=block, CHOICES=choices, ROWS=max(1, 512 // block), RENORMALISE=True, SCORED=False,
+        CHAINED=size == "nano",
+    )  # fmt: skip
     back = dict(E=E, A=A, CHOICES=choices, ROWS=32, RENORMALISE=True)
     columns = min(1024, L)
     return [
@@ -128,23 +129,23 @@ def routes(size: str) -> list[Specimen]:
 
 def few(size: str) -> list[Specimen]:
     (L, F, _, A), k = SHAPES[size], few_kernels
-    glu = dict(CHOICES=A, F=F, L=L, BF=COLUMNS, BK=step(L, 2 * COLUMNS)) | GLU
-    down = dict(L=L, F=F, BL=COLUMNS, BK=step(F, COLUMNS))
-    alone, many = (dict(BM=FEW, SPAN=128, BY_EXPERT=False), dict(BM=FEW, SPAN=512, BY_EXPERT=True))
+    glu, down = dict(CHOICES=A, F=F, L=L, BF=COLUMNS, BK=64) | GLU, dict(L=L, F=F, BL=COLUMNS)
+    tile, alone, wide = dict(BM=FEW, CHAINED=True), dict(SPAN=128), 256 if L == 256 else 4096
     kernels = (
-        ("glu_few", k.glu_few, glu | alone, 4, 4),
-        ("glu_few_by_expert", k.glu_few, glu | many, 4, 4),
-        ("down_few", k.down_few, down | alone, 4, 4),
-        ("down_few_by_expert", k.down_few, down | many, 4, 4),
+        ("glu_few", k.glu_few, glu | tile | alone, 4, 4),
+        ("down_few", k.down_few, down | tile | alone | dict(BK=step(F)), 4, 4),
+        ("list_pairs", k.list_pairs, dict(SPAN=512, ROWS=LISTS, CHAINED=True), 4, 3),
+        ("glu_listed", k.glu_listed, glu | tile, 4, 4),
+        ("down_listed", k.down_listed, down | tile | dict(BK=64), 4, 4),
         ("combine_few", k.combine_few, dict(L=L, CHOICES=A, BLOCK=256), 2, 3),
-        ("combine_norm_few", k.combine_norm_few, dict(L=L, CHOICES=A, BLOCK=256 if L == 256 else 4096), 8, 3),
+        ("combine_norm_few", k.combine_norm_few, dict(L=L, CHOICES=A, BLOCK=wide, CHAINED=True), 8, 3),
     )
-    made = [
+    return [
         specimen(f"{name}_{size}", kernel, constexprs, warps, stages, x="*bf16", w13="*bf16", w2="*bf16", act="*bf16",
-                 y="*fp32", out="*bf16" if "norm" in name else "*fp32", gain="*bf16", eps="fp32")
+                 y="*fp32", out="*bf16" if "norm" in name else "*fp32", gain="*bf16", eps="fp32", counts="*i32",
+                 pairs="*i32", E="i32")
         for name, kernel, constexprs, warps, stages in kernels
     ]  # fmt: skip
-    return [replace(each, maxnreg=OPTIONS["maxnreg"]) if each.num_warps == 4 else each for each in made]
 
 
 def specimens() -> list[Specimen]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
+from rille.ops.launching import chained
 from rille.ops.norm import rms_kernels
 
 WIDEST = 16384
@@ -70,6 +71,7 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: flo
         launch(
             x, residual, weight, y, total, rstd, N, x.stride(0), 0 if residual is None else residual.stride(0), eps,
             D=D, BLOCK=p.BLOCK, ROWS=p.ROWS, ADD=residual is not None, WEIGHT=weight is not None, num_warps=p.warps,
+            **chained(x),
         )  # fmt: skip
     return y, total, rstd
 

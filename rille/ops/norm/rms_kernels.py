@@ -14,6 +14,8 @@ Suffixes: R rows of a tile, B block of the width D (a power of two).
 import triton
 import triton.language as tl
 
+from rille.ops.chain_kernels import meet
+
 
 @triton.jit
 def tile_of(tile, N, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
@@ -32,8 +34,10 @@ def load(pointer, row_R, d_B, stride, mask_RB):
 def rms_forward(
     x, residual, weight, y, total, rstd, N, x_row, residual_row, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr,
+    CHAINED: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (N / ROWS). y, total [N, D] and rstd [N] dense."""
+    meet(CHAINED)
     row_R, d_B, mask_RB = tile_of(tl.program_id(0).to(tl.int64), N, D, BLOCK, ROWS)
     dtype: tl.constexpr = y.dtype.element_ty
     x_RB = load(x, row_R, d_B, x_row, mask_RB)

@@ -26,8 +26,11 @@ def specimen(kernel: Any, name: str, D: int, absent: str = "", **flags: bool) ->
 
 
 SPECIMENS = [
-    *(specimen(rms_kernels.rms_forward, "forward_add", D, ADD=True, WEIGHT=True) for D in (512, 7168)),
-    specimen(rms_kernels.rms_forward, "forward", 7168, "residual", ADD=False, WEIGHT=True),
+    *(
+        specimen(rms_kernels.rms_forward, "forward_add", D, ADD=True, WEIGHT=True, CHAINED=D < 1024)
+        for D in (512, 7168)
+    ),
+    specimen(rms_kernels.rms_forward, "forward", 7168, "residual", ADD=False, WEIGHT=True, CHAINED=False),
     *(specimen(rms_kernels.rms_backward, "backward_add", D, ADD=True, WEIGHT=True) for D in (512, 7168)),
     specimen(rms_kernels.rms_backward, "backward", 7168, "d_total", ADD=False, WEIGHT=True),
     specimen(rms_kernels.gated_forward, "gated_forward", 128),

@@ -12,6 +12,8 @@ both are right to 1e-6.
 import triton
 import triton.language as tl
 
+from rille.ops.chain_kernels import meet
+
 
 @triton.jit
 def exp_of_minus(x, FAST: tl.constexpr):
@@ -54,9 +56,10 @@ def place(N_COLUMNS, BLOCK: tl.constexpr):
 @triton.jit
 def glu_forward(
     gate, up, out, N_COLUMNS, gate_row, up_row, A: tl.constexpr, B: tl.constexpr, CAPPED: tl.constexpr,
-    BLOCK: tl.constexpr, FAST: tl.constexpr,
+    BLOCK: tl.constexpr, FAST: tl.constexpr, CHAINED: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (rows * columns / BLOCK). out is dense. A, B: the caps."""
+    meet(CHAINED)
     row, column_B, inside_B = place(N_COLUMNS, BLOCK)
     g_B = tl.load(gate + row * gate_row + column_B, mask=inside_B, other=0.0).to(tl.float32)
     u_B = tl.load(up + row * up_row + column_B, mask=inside_B, other=0.0).to(tl.float32)

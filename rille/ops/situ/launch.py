@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
+from rille.ops.launching import chained
 from rille.ops.situ import glu_kernels
 
 BLOCK = 1024  # elements of a program of 4 warps: one 16-byte load of a tensor in each thread
@@ -40,7 +41,7 @@ def glu(gate: Tensor, up: Tensor, cap_gate: float, cap_up: float, capped: bool) 
         launch: Any = glu_kernels.glu_forward[grid(rows, columns)]
         launch(
             gate, up, out, columns, gate.stride(0), up.stride(0), A=cap_gate, B=cap_up, CAPPED=capped, BLOCK=BLOCK,
-            FAST=not interpreting(), num_warps=4,
+            FAST=not interpreting(), num_warps=4, **chained(gate),
         )  # fmt: skip
     return out
 

@@ -14,6 +14,7 @@ TYPES = {name: kind for kind, names in POINTERS.items() for name in names.split(
 def specimen(name: str, kernel: Any, capped: bool) -> Specimen:
     signature: dict[str, Any] = {name: TYPES[name] for name in kernel.arg_names if name in TYPES}
     constexprs: dict[str, Any] = dict(A=4.0, B=25.0, CAPPED=capped, BLOCK=launch.BLOCK, FAST=True)
+    constexprs |= dict(CHAINED=True) if "forward" in name else {}
     return Specimen(name, kernel, signature, constexprs, 4, divisible=tuple(TYPES))
 
 
