@@ -10,24 +10,33 @@ Suffix: W vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
+from rille.model.arguments import kind, whole
 from rille.model.model import K3
+from rille.serve.paged import layout_of
+from rille.serve.retention import unit_for
 
 
 @torch.inference_mode()
-def score(model: K3, prompt: Sequence[int], reply: Sequence[int], unit: int = 512) -> tuple[float, ...]:
+def score(model: K3, prompt: Sequence[int], reply: Sequence[int], unit: int | None = None) -> tuple[float, ...]:
     """log p of each token of a reply, given all before it, before temperature and cuts.
 
-    unit: the engine's `hash_unit`. Raises ValueError for an empty prompt and, as `model.logits`, for ids that are none.
+    unit: the engine's `hash_unit`; None where that is left to the model. Raises ValueError for an empty prompt
+    and for ids that the model does not have.
     """
-    if not len(prompt):
+    if unit is None:
+        layout = layout_of(model.config, model.dtype)
+        unit = unit_for(layout.page_tokens, layout.groups)
+    unit = whole(unit, "unit", 1)
+    prompt, reply = _ids(prompt, "prompt", model), _ids(reply, "reply", model)
+    if not prompt:
         raise ValueError("score: the prompt has no tokens; give at least one")
     memory, last = model.new_memory(), torch.tensor([-1])
     ends = [*range(unit, len(prompt), unit), len(prompt)]
-    pieces = [list(prompt[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+    pieces = [prompt[start:end] for start, end in zip([0, *ends], ends, strict=False)]
     scores = []
     for place, piece in enumerate([*pieces, *([token] for token in reply[:-1])]):
         logits_W = model.logits(torch.tensor(piece), memory=memory, rows=last)[0]
@@ -35,3 +44,9 @@ def score(model: K3, prompt: Sequence[int], reply: Sequence[int], unit: int = 51
             token = reply[place - len(pieces) + 1]
             scores.append(float(torch.log_softmax(logits_W, -1)[token]))
     return tuple(scores)
+
+
+def _ids(given: Sequence[int], name: str, model: K3) -> list[int]:
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        raise ValueError(f"score: {name} is {kind(given)}; give a list of token ids")
+    return [whole(token, f"an id of the {name}", 0, model.config.vocab_size) for token in given]

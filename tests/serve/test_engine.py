@@ -256,8 +256,18 @@ def test_deterministic_figures_are_those_of_the_slow_twin_to_the_bit(model):
     for ids, (one,) in zip(prompts, plain, strict=True):
         assert score(model, ids, one.tokens, unit=64) == pytest.approx(one.logprobs, abs=1e-4)
     assert score(model, [1], []) == ()
-    with pytest.raises(ValueError, match="no tokens"):
-        score(model, [], [1])
+    default = Engine(model, num_pages=120, deterministic=True, token_budget=500)
+    [[one]] = default.generate([prompts[-1]], params)
+    assert score(model, prompts[-1], one.tokens) == one.logprobs, "the unit that is left to the model"
+    for wrong, message in (
+        (dict(prompt=[]), "no tokens"),
+        (dict(reply=[-1]), "an id of the reply is -1"),
+        (dict(reply=[320]), "an id of the reply is 320; it must be at least 0 and at most 319"),
+        (dict(prompt=None), "prompt is None"),
+        (dict(unit=-1), "unit is -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            score(model, **{"prompt": [1], "reply": [1], **wrong})
 
 
 class Scripted:
