@@ -56,25 +56,13 @@ from rille.ops.kda.backward_local_gluon import (
     rows_of,
     times,
     times_state,
+    turned,
+    wide,
 )
 from rille.ops.kda.intra_gluon import LOG2E, SHUT, exp2, leading_bits, reciprocal, softplus_decay
 
 FLAT: gl.constexpr = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 PRIVATE: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))  # fp32, rows of 32
-
-
-@gluon.jit
-def fp32(x):
-    """x in fp32, two numbers by two instructions: the compiler by itself takes three."""
-    return gl.inline_asm_elementwise(
-        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], gl.float32, True, 2
-    )  # fmt: skip
-
-
-@gluon.jit
-def turned(x_s):
-    """x^T in fp32: the layout of a left operand is that of a product."""
-    return fp32(gl.convert_layout(x_s.permute((1, 0)).load(LEFT), TALL, assert_trivial=True))
 
 
 @gluon.jit
@@ -151,16 +139,16 @@ def pairs_of_tile(dq, dk, dG, q, k, high, low, squares, middle, beyond):
     k_down, k_over = bf16(k * down), bf16(k * over)
     q_up, k_up = bf16(q * up), bf16(k * up)
     sums = by(k_over, in_block(da_turned, 16), by(k_down, in_block(da_turned, 8), zero))
-    dG += fp32(q_up) * sums
+    dG += wide(q_up) * sums
     dq += sums * up
     sums = by(k_over, in_block(dak_turned, 16), by(k_down, in_block(dak_turned, 8), zero))
-    dG += fp32(k_up) * sums
+    dG += wide(k_up) * sums
     dk += sums * up
     sums = by(k_up, in_block(dak, 8), by(q_up, in_block(da, 8), zero))
-    dG -= fp32(k_down) * sums
+    dG -= wide(k_down) * sums
     dk += sums * down
     sums = by(k_up, in_block(dak, 16), by(q_up, in_block(da, 16), zero))
-    dG -= fp32(k_over) * sums
+    dG -= wide(k_over) * sums
     return dq, dk + sums * over, dG
 
 
@@ -183,13 +171,13 @@ def pairs_of_half(dq, dk, dG, q, k, digits, w_first, w_second, da_s, dak_s, ones
     k_w, q_w = bf16(k_second * w_second), bf16(q_second * w_second)
     sums = by(k_w, dak, by(q_w, da, zero))
     column = bf16(k_first * w_first)
-    dG_first -= fp32(column) * sums
+    dG_first -= wide(column) * sums
     dk_first += sums * w_first
     sums = by(column, da_turned, zero)
-    dG_second += fp32(q_w) * sums
+    dG_second += wide(q_w) * sums
     dq_second += sums * w_second
     sums = by(column, dak_turned, zero)
-    dG_second += fp32(k_w) * sums
+    dG_second += wide(k_w) * sums
     dk_second += sums * w_second
 
     middle, beyond = ones
@@ -308,15 +296,15 @@ def gradients_of_half(
         k_c = between
         q_r, k_r = bf16(q * r), bf16(k * r)
         from_a = times(k_c, pairs_s[1].permute((1, 0)), zero)
-        dG += fp32(q_r) * from_a
+        dG += wide(q_r) * from_a
         dq += from_a * r
         from_a = times(k_c, pairs_s[4].permute((1, 0)), zero)
-        dG += fp32(k_r) * from_a
+        dG += wide(k_r) * from_a
         dk += from_a * r
         to_a = times(k_r, pairs_s[4], times(q_r, pairs_s[1], zero))
     else:
         k_c, to_a = between
-        dG -= fp32(k_c) * to_a
+        dG -= wide(k_c) * to_a
         dk += to_a * c
     ones = (ones_s[2].load(RIGHT), ones_s[3].load(RIGHT))
     da_s, dak_s = pairs_s[2 * HALF], pairs_s[3 + 2 * HALF]
