@@ -73,10 +73,14 @@ class Child:
 
 
 def chosen(jobs: Iterable[str], words: str, studies: bool) -> list[str]:
-    """Those that begin as one of the words separated by commas does; all without words, studies only if wanted."""
+    """Those that one of the words separated by commas names, or else those that begin so; all without words, studies
+    only if wanted."""
+    names = list(jobs)
     if words:
-        return [name for name in jobs if name.startswith(tuple(word.strip() for word in words.split(",")))]
-    return [name for name in jobs if studies or not name.startswith("study")]
+        wanted = [word.strip() for word in words.split(",")]
+        beginnings = tuple(word for word in wanted if word not in names)
+        return [name for name in names if name in wanted or name.startswith(beginnings)]
+    return [name for name in names if studies or not name.startswith("study")]
 
 
 def with_compilers(words: str, timed: list[str]) -> str:
@@ -197,7 +201,7 @@ def main() -> None:
     parser.add_argument("--no-fla", action="store_true")
     parser.add_argument("--studies", action="store_true", help="single kernels and settings that were not chosen, too")
     parser.add_argument("--half", default="", choices=("first", "second"), help="this one alone")
-    parser.add_argument("--only", default="", help="jobs whose names begin so, separated by commas")
+    parser.add_argument("--only", default="", help="jobs of these names or beginnings, by commas")
     parser.add_argument("--try", dest="tried", default="", help="constants, as in forward.SUBSTITUTED=16, by commas")
     parser.add_argument("--job", default="", help="one job alone, in this process")
     parser.add_argument("--result", type=Path, help="where a job writes what it found wrong")

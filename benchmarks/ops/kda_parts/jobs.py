@@ -353,4 +353,4 @@ def compilers_of(name: str) -> list[str]:
         "study segments": ["study kernels H"],
     }  # fmt: skip
     _, _, group = name.partition(" ")
-    return special.get(name, [f"ours {group}", f"fla {group}"])
+    return special.get(name, [f"ours {group}", *(f"fla {group} {share}" for share in range(SETTINGS))])
