@@ -52,8 +52,9 @@ def fetch_item(
     do_s, dv_s, u_s, v_s, q_s, k_s, state_s, dstate_s = tiles
     do_ptr, dv_ptr, u_ptr, v_ptr, q_ptr, k_ptr, states_ptr, dstates_ptr, norms_ptr = pointers
     do_stride, v_stride, q_stride, k_stride = strides
-    h, token, out = item % H, start.to(gl.int64), item.to(gl.int64)
     rows = gl.where(item < items, 128, 0)
+    item = gl.minimum(item, items - 1)  # no address leaves its tensor
+    h, token, out = item % H, start.to(gl.int64), item.to(gl.int64)
     fetch_blocks(do_s, do_ptr + (token * do_stride + h * 128), do_stride, count)
     fetch_blocks(u_s, u_ptr + out * (64 * 128), 128, rows)
     fetch_blocks(dv_s, dv_ptr + (token * (H * 128) + h * 128), H * 128, count)
