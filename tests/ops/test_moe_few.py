@@ -59,6 +59,17 @@ def test_sums_are_those_of_the_definition(size, glu, poisoned):
     Few(choices(N, E, A), E, L, F, GLUS[glu]).compare()
 
 
+@pytest.mark.parametrize("size", [(1, 5, 3, 48, 72), (4, 9, 2, 16, 40), (2, 3, 3, 32, 24)])
+@pytest.mark.parametrize("glu", ["situ", "swiglu"])
+def test_tokens_that_are_alone_read_for_themselves(size, glu, poisoned, monkeypatch):
+    N, E, A, L, F = size
+    monkeypatch.setattr(few, "by_pair", None)
+    case = Few(choices(N, E, A), E, L, F, GLUS[glu])
+    case.compare()
+    four = case.kernels()
+    assert torch.equal(case.kernels(slice(N - 1, N))[0], four[N - 1])
+
+
 LISTED = [(50, 12, 4, 48, 40), (90, 70, 2, 16, 8), (200, 31, 5, 16, 24)]
 
 
@@ -119,7 +130,8 @@ def test_ids_of_either_width(dtype, poisoned):
 
 
 def test_a_token_has_the_same_sum_alone_and_among_others():
-    """To the last bit on a GPU; the interpreter's products depend on where a row stands."""
+    """To the last bit on a GPU, if neither or both are alone; the interpreter's products depend on where a row
+    stands."""
     case = Few(choices(12, 3, 2), 3, 32, 40)
     together = case.kernels()
     for n in (0, 11):

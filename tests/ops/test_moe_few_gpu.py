@@ -18,6 +18,8 @@ SITU = partial(situ_glu, cap_gate=4.0, cap_up=25.0)
 # N tokens, E experts, A active, L latent, F expert width
 SIZES = [
     (1, 256, 6, 256, 448),
+    (4, 256, 6, 256, 448),
+    (16, 256, 6, 256, 448),
     (64, 256, 6, 256, 448),
     (170, 256, 6, 256, 448),
     (3, 8, 2, 48, 40),
@@ -69,12 +71,16 @@ def test_routing_is_the_same_whether_loads_are_counted(N):
 
 
 def test_a_token_has_the_same_bits_alone_and_among_others_and_in_a_recording():
-    x, ids, weights, experts = operands(SIZES[1])
+    x, ids, weights, experts = operands((64, 256, 6, 256, 448))
     with torch.no_grad():
         together = expert_glu(x, ids, weights, experts)
-        for n in (0, 31, 63):
+        for first, many in ((0, 5), (31, 20), (40, 24)):  # by pair, and listed
+            rows = slice(first, first + many)
+            assert torch.equal(expert_glu(x[rows], ids[rows], weights[rows], experts), together[rows])
+        four = expert_glu(x[:4], ids[:4], weights[:4], experts)
+        for n in range(4):
             row = slice(n, n + 1)
-            assert torch.equal(expert_glu(x[row], ids[row], weights[row], experts)[0], together[n])
+            assert torch.equal(expert_glu(x[row], ids[row], weights[row], experts)[0], four[n])
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             recorded = expert_glu(x, ids, weights, experts)

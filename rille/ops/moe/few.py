@@ -1,16 +1,18 @@
-"""Launches of the experts' kernels for a few tokens (`few_kernels.py`), as one op for torch without gradients."""
+"""Launches of the experts' kernels for a few tokens (`alone_kernels.py`, `few_kernels.py`), as one op for torch without
+gradients."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from rille.ops.launching import chained, launch
-from rille.ops.moe import few_kernels
+from rille.ops.moe import alone_kernels, few_kernels
 from rille.ops.moe.permute import INTERPRET, power_of_two
 from rille.ops.moe.products import Glu, divisor
+from rille.ops.norm.launch import rms_norm
 
 MOST_PAIRS = 1024  # all ids are looked at together
 PAIRS_AN_EXPERT = 8  # beyond so many on average, tiles of 128 rows read an expert's weights fewer times
@@ -20,6 +22,8 @@ SPAN = 16 if INTERPRET else 128  # ids that a program of a pair looks at togethe
 LISTS = 8  # experts whose lists a program makes
 COLUMNS = 32  # of a tile: many programs, each with few bytes to wait for
 HELD = 16384  # weights that a program holds at once
+ALONE = 4  # tokens whose pairs read weights for themselves
+GLU_ROWS, DOWN_ROWS = 8, 2  # of weights that a program then has
 OPTIONS: dict[str, int] = dict(num_warps=4, num_stages=4)
 
 
@@ -45,8 +49,12 @@ def experts(
     out = torch.empty(N, L, dtype=torch.float32 if gain is None else x.dtype, device=x.device)
     if N == 0:
         return out
+    glu = Glu(cap_gate, cap_up, capped)
+    if are_alone(N, A, *w2.shape[1:]):
+        alone(x, ids, weights, w13, w2, act, out, glu)
+        return out if gain is None else rms_norm(out, None, gain, eps)[0]
     products = by_list if N * A > FEWEST_LISTED else by_pair
-    products(x, ids, w13, w2, act, y, Glu(cap_gate, cap_up, capped))
+    products(x, ids, w13, w2, act, y, glu)
     block = power_of_two(L)
     if gain is None:
         block = min(256, block)
@@ -60,6 +68,26 @@ def experts(
 @experts.register_fake
 def _(x, ids, weights, w13, w2, gain, eps, cap_gate, cap_up, capped):
     return x.new_empty(x.shape, dtype=torch.float32 if gain is None else x.dtype)
+
+
+def are_alone(N: int, A: int, L: int, F: int) -> bool:
+    """Whether every pair may read weights for itself, and a program holds those of its rows."""
+    fits = GLU_ROWS * power_of_two(L) <= HELD and DOWN_ROWS * A * power_of_two(F) <= HELD
+    return N <= ALONE and fits
+
+
+def alone(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, act: Tensor, out: Tensor, glu: Glu) -> None:
+    """Fill act [pairs, F] and out [N, L]."""
+    (N, A), (_, L, F) = ids.shape, w2.shape
+    sizes: dict[str, Any] = dict(CHOICES=A, F=F, L=L, num_warps=4)
+    k = cast(Any, alone_kernels)
+    k.glu_alone[(-(-F // GLU_ROWS), N * A)](
+        x, ids, w13, act, x.stride(0), ROWS=GLU_ROWS, BLOCK=max(32, power_of_two(L)), **sizes, **glu.constants(),
+        **chained(x, joins=True),
+    )  # fmt: skip
+    k.down_alone[(-(-L // DOWN_ROWS), N)](
+        act, ids, weights, w2, out, ROWS=DOWN_ROWS, BLOCK=max(32, power_of_two(F)), **sizes, **chained(x)
+    )
 
 
 def by_pair(x: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, act: Tensor, y: Tensor, glu: Glu) -> None:

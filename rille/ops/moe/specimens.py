@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from rille.ops.ahead import Specimen
-from rille.ops.moe import few_kernels, histogram_gluon, permute_kernels, product_kernels, router_kernels
-from rille.ops.moe.few import COLUMNS, LISTS, step
+from rille.ops.moe import alone_kernels, few_kernels, histogram_gluon, permute_kernels, product_kernels, router_kernels
+from rille.ops.moe.few import COLUMNS, DOWN_ROWS, GLU_ROWS, LISTS, are_alone, step
 from rille.ops.moe.few import TILE as FEW
-from rille.ops.moe.permute import TILE
+from rille.ops.moe.permute import TILE, power_of_two
 from rille.ops.moe.products import Tiles, plan
 from rille.ops.moe.router import EXPERTS, TOKENS, WORDS
 
@@ -128,10 +128,15 @@ def routes(size: str) -> list[Specimen]:
 
 
 def few(size: str) -> list[Specimen]:
-    (L, F, _, A), k = SHAPES[size], few_kernels
+    (L, F, _, A), k, a = SHAPES[size], few_kernels, alone_kernels
+    common = dict(CHOICES=A, F=F, L=L, CHAINED=True)
+    glu_alone = common | dict(ROWS=GLU_ROWS, BLOCK=power_of_two(L)) | GLU
+    down_alone = common | dict(ROWS=DOWN_ROWS, BLOCK=power_of_two(F))
     glu, down = dict(CHOICES=A, F=F, L=L, BF=COLUMNS, BK=64) | GLU, dict(L=L, F=F, BL=COLUMNS)
     tile, alone, wide = dict(BM=FEW, CHAINED=True), dict(SPAN=128), 256 if L == 256 else 4096
     kernels = (
+        ("glu_alone", a.glu_alone, glu_alone, 4, 3),
+        ("down_alone", a.down_alone, down_alone, 4, 3),
         ("glu_few", k.glu_few, glu | tile | alone, 4, 4),
         ("down_few", k.down_few, down | tile | alone | dict(BK=step(F)), 4, 4),
         ("list_pairs", k.list_pairs, dict(SPAN=512, ROWS=LISTS, CHAINED=True), 4, 3),
@@ -145,6 +150,7 @@ def few(size: str) -> list[Specimen]:
                  y="*fp32", out="*bf16" if "norm" in name else "*fp32", gain="*bf16", eps="fp32", counts="*i32",
                  pairs="*i32", E="i32")
         for name, kernel, constexprs, warps, stages in kernels
+        if "alone" not in name or are_alone(1, A, L, F)
     ]  # fmt: skip
 
 
