@@ -13,8 +13,8 @@ one sum. Between the tiles of a half their border is the origin of rows and colu
         + over (dA_16^T (q up) + dAk_16^T (k up)) + w (dAk_32 (k w) + dAk_32^T (k w) + dA_32^T (q w))
 
 with dA_8, dA_16, dA_32 the pairs whose least common block has 8, 16 or 32 rows: parts of the registers that hold dA.
-Rows and columns of dA_32 are different tiles, and dA_8, dA_16 are zero between tiles, so products are of tiles.
-Each exponent is a sum of g that begins at its own origin, by a product with ones: no difference of long sums.
+Rows and columns of dA_32 are different tiles, and dA_8, dA_16 are zero between tiles, so products are of tiles, and of
+blocks of 8 columns where a kind has no others. Each exponent is a sum of g that begins at its own origin, by a product with ones: no difference of long sums.
 
 What a token leaves in the state after the chunk stays out of dG: only later tokens decay it, and a sum that took it
 back would keep its rounding. A decay that was cut off passes no gradient.
@@ -72,16 +72,17 @@ def by(x, y, sums):
 
 
 @gluon.jit
-def tiles_of(x):
-    """[channels, 32] as two tiles of 16 rows."""
-    first, second = gl.split(gl.reshape(x, [128, 2, 16]).permute((0, 2, 1)))
+def halves_of(x):
+    """Rows [channels, 2 R] as two times R."""
+    R: gl.constexpr = x.shape[1] // 2
+    first, second = gl.split(gl.reshape(x, [128, 2, R]).permute((0, 2, 1)))
     return gl.convert_layout(first, TALL, assert_trivial=True), gl.convert_layout(second, TALL, assert_trivial=True)
 
 
 @gluon.jit
-def half_of(first, second):
-    """Two tiles as one half."""
-    x = gl.reshape(gl.join(first, second).permute((0, 2, 1)), [128, 32])
+def joined(first, second):
+    R: gl.constexpr = first.shape[1]
+    x = gl.reshape(gl.join(first, second).permute((0, 2, 1)), [128, 2 * R])
     return gl.convert_layout(x, TALL, assert_trivial=True)
 
 
@@ -100,21 +101,24 @@ def squares_of(y):
 
 
 @gluon.jit
-def in_block(y, SIZE: gl.constexpr):
-    """y [16, 16] at pairs whose least common block of 8 or 16 rows has SIZE rows, else 0. Registers hold parts of one
-    block, so this costs nothing."""
+def columns_of(y):
+    """y [16, 16] for the first block of 8 columns and the second."""
+    first, second = gl.split(gl.reshape(y, [16, 2, 8]).permute((0, 2, 1)))
+    return gl.convert_layout(first, RIGHT, assert_trivial=True), gl.convert_layout(second, RIGHT, assert_trivial=True)
+
+
+@gluon.jit
+def in_block(y, BLOCK_OF_8: gl.constexpr):
+    """y [16, 8] in one of its two blocks of rows, else 0. A register holds parts of one block: nothing is compared."""
     row = gl.arange(0, 16, gl.SliceLayout(1, RIGHT))[:, None]
-    column = gl.arange(0, 16, gl.SliceLayout(0, RIGHT))[None, :]
-    picked = (row ^ column) < 8
-    if SIZE == 16:
-        picked = (row ^ column) >= 8
-    return gl.where(picked, y, gl.zeros([16, 16], gl.bfloat16, RIGHT))
+    column = gl.arange(0, 8, gl.SliceLayout(0, RIGHT))[None, :]
+    return gl.where((row + 0 * column) // 8 == BLOCK_OF_8, y, gl.zeros([16, 8], gl.bfloat16, RIGHT))
 
 
 @gluon.jit
 def exponents(high, low, ones):
-    """[channels, 16]: sums of g = high + low over the rows that a column of ones has."""
-    return by(high, ones, by(low, ones, gl.zeros([128, 16], gl.float32, TALL)))
+    """[channels, columns]: sums of g = high + low [channels, 16] over the rows that a column of ones has."""
+    return by(high, ones, by(low, ones, gl.zeros([128, ones.shape[1]], gl.float32, TALL)))
 
 
 @gluon.jit
@@ -130,26 +134,38 @@ def sums_of_rows(x, ones, PIECES: gl.constexpr):
 
 @gluon.jit
 def pairs_of_tile(dq, dk, dG, q, k, high, low, squares, middle, beyond):
-    """Adds to dq, dk, dG [channels, 16] what the pairs inside a tile give. squares: dA, dAk and both transposed."""
+    """Adds to dq, dk, dG [channels, 16] what the pairs inside a tile give. squares: dA, dAk and both transposed, zero
+    where a row is not after its column. So rows of the first block meet columns of that one alone; those of the second
+    take k over there, and k down in their own."""
     da, dak, da_turned, dak_turned = squares
-    zero = gl.zeros([128, 16], gl.float32, TALL)
+    zero = gl.zeros([128, 8], gl.float32, TALL)
     x = exponents(high, low, middle)
     over = exp2(exponents(high, low, beyond))
     up, down = exp2(x), exp2(-x)
-    k_down, k_over = bf16(k * down), bf16(k * over)
+    k_down = bf16(k * down)
+    k_first, _ = halves_of(k)
+    _, down_second = halves_of(k_down)
+    k_over = bf16(k_first * over)
+    k_mixed = joined(k_over, down_second)
     q_up, k_up = bf16(q * up), bf16(k * up)
-    sums = by(k_over, in_block(da_turned, 16), by(k_down, in_block(da_turned, 8), zero))
+    first, second = columns_of(da_turned)
+    sums = joined(by(k_down, first, zero), by(k_mixed, second, zero))
     dG += wide(q_up) * sums
     dq += sums * up
-    sums = by(k_over, in_block(dak_turned, 16), by(k_down, in_block(dak_turned, 8), zero))
+    first, second = columns_of(dak_turned)
+    sums = joined(by(k_down, first, zero), by(k_mixed, second, zero))
     dG += wide(k_up) * sums
     dk += sums * up
-    sums = by(k_up, in_block(dak, 8), by(q_up, in_block(da, 8), zero))
+    first, second = columns_of(da)
+    k_block, k_second = columns_of(dak)
+    sums = by(k_up, in_block(k_block, 0), by(q_up, in_block(first, 0), zero))
+    sums = joined(sums, by(k_up, k_second, by(q_up, second, zero)))
     dG -= wide(k_down) * sums
     dk += sums * down
-    sums = by(k_up, in_block(dak, 16), by(q_up, in_block(da, 16), zero))
-    dG -= wide(k_over) * sums
-    return dq, dk + sums * over, dG
+    sums = by(k_up, in_block(k_block, 1), by(q_up, in_block(first, 1), zero))
+    dG_first, dG_second = halves_of(dG)
+    dk_first, dk_second = halves_of(dk)
+    return dq, joined(dk_first + sums * over, dk_second), joined(dG_first - wide(k_over) * sums, dG_second)
 
 
 @gluon.jit
@@ -157,11 +173,11 @@ def pairs_of_half(dq, dk, dG, q, k, digits, w_first, w_second, da_s, dak_s, ones
     """Adds to dq, dk, dG what the pairs inside a half give; returns dG tile by tile. w: the decay between a row and the
     border of the tiles."""
     high_first, low_first, high_second, low_second = digits
-    dq_first, dq_second = tiles_of(dq)
-    dk_first, dk_second = tiles_of(dk)
-    dG_first, dG_second = tiles_of(dG)
-    q_first, q_second = tiles_of(q)
-    k_first, k_second = tiles_of(k)
+    dq_first, dq_second = halves_of(dq)
+    dk_first, dk_second = halves_of(dk)
+    dG_first, dG_second = halves_of(dG)
+    q_first, q_second = halves_of(q)
+    k_first, k_second = halves_of(k)
     zero = gl.zeros([128, 16], gl.float32, TALL)
     da_first, da_second, da, _ = squares_of(da_s.load(RIGHT))
     dak_first, dak_second, dak, _ = squares_of(dak_s.load(RIGHT))
@@ -189,7 +205,7 @@ def pairs_of_half(dq, dk, dG, q, k, digits, w_first, w_second, da_s, dak_s, ones
     dq_second, dk_second, dG_second = pairs_of_tile(
         dq_second, dk_second, dG_second, q_second, k_second, high_second, low_second, squares, middle, beyond
     )  # fmt: skip
-    return half_of(dq_first, dq_second), half_of(dk_first, dk_second), dG_first, dG_second
+    return joined(dq_first, dq_second), joined(dk_first, dk_second), dG_first, dG_second
 
 
 @gluon.jit
@@ -205,8 +221,8 @@ def digits_of(decay_s):
     """The leading 8 bits of the decay and the next 8, of both tiles of a half."""
     g = decay_s.load(TALL)
     high = leading_bits(g)
-    first, second = tiles_of(bf16(high))
-    low_first, low_second = tiles_of(bf16(g - high))
+    first, second = halves_of(bf16(high))
+    low_first, low_second = halves_of(bf16(g - high))
     return first, low_first, second, low_second
 
 
@@ -216,10 +232,10 @@ def put_dz(dg, z_s, decay_s, bias, rate, unit, pointer, stride: gl.constexpr, co
     g = decay_s[HALF].load(TALL)
     x = turned(z_s[HALF]) + bias
     row = 32 * HALF + gl.arange(0, 32, ROW)[None, :]
-    dg = gl.where((row < count) & (g > -SHUT), dg * unit, 0.0)
-    dz = dg * (-rate * reciprocal(1.0 + exp2(gl.minimum(x * -LOG2E, 126.0))))
+    dg = gl.where((row < count) & (g > -SHUT), dg, 0.0)
+    dz = dg * (rate * -unit) * reciprocal(1.0 + exp2(x * -LOG2E))
     put_rows(pointer, dz, stride, count, HALF)
-    return gl.sum(dz, 1), gl.sum(dg * g, 1) * 0.6931471805599453
+    return gl.sum(dz, 1), gl.sum(dg * g, 1) * (unit * 0.6931471805599453)
 
 
 @gluon.jit
@@ -271,16 +287,16 @@ def gradients_of_half(
     beta = numbers_s.index(4 + HALF).load(ROW)[None, :]
     to_end = ones_s[1].permute((1, 0)).load(RIGHT)
     w_first = exp2(exponents(high_first, low_first, to_end))
-    c = half_of(w_first * exp2(t_second), exp2(exponents(high_second, low_second, to_end)))
+    c = joined(w_first * exp2(t_second), exp2(exponents(high_second, low_second, to_end)))
     end = times_state(dstate_s, u_s, HALF) * (c * (exp2(behind) * per_unit) * beta)
-    first, second = tiles_of(k * end)
+    first, second = halves_of(k * end)
     left_first, left = gl.sum(first, 1)[:, None], gl.sum(second, 1)[:, None]
     earlier = ones_s[1].load(RIGHT)
     dg_first, dg_second = sums_of_rows(first, earlier, 2), sums_of_rows(second, earlier, 2) + left_first
     left += left_first
     from_start = ones_s[0].permute((1, 0)).load(RIGHT)
     w_second = exp2(exponents(high_second, low_second, from_start))
-    r = half_of(exp2(exponents(high_first, low_first, from_start)), w_second * exp2(t_first))
+    r = joined(exp2(exponents(high_first, low_first, from_start)), w_second * exp2(t_first))
     start = r * (exp2(before) * per_unit)
     dq = times_state(state_s, do_s, HALF) * start
     dk = times_state(state_s, dv_s, HALF) * -start
@@ -306,26 +322,27 @@ def gradients_of_half(
         k_c, to_a = between
         dG -= wide(k_c) * to_a
         dk += to_a * c
-    ones = (ones_s[2].load(RIGHT), ones_s[3].load(RIGHT))
+    beyond, _ = columns_of(ones_s[3].load(RIGHT))
+    ones = (ones_s[2].load(RIGHT), beyond)
     da_s, dak_s = pairs_s[2 * HALF], pairs_s[3 + 2 * HALF]
     dq, dk, first, second = pairs_of_half(dq, dk, dG, q, k, digits, w_first, w_second, da_s, dak_s, ones)
     own = own_s.index(HALF).load(ROW)[None, :] * (beta * per_unit)
     dq += own * k
     dk += own * q
-    read = gl.sum(q * dq, 0)[None, :] * unit
-    put_rows(dq_ptr, (q_norm * scale * unit) * dq - (q_norm * read / scale) * q, H * 128, count, HALF)
-    known = gl.sum(k * dk, 0) * unit
+    read = gl.sum(q * dq, 0)[None, :] * (1.0 / (scale * scale))
+    put_rows(dq_ptr, (q_norm * (scale * unit)) * (dq - read * q), H * 128, count, HALF)
+    known = gl.sum(k * dk, 0)
     row = 32 * HALF + gl.arange(0, 32, ROW)
-    twice = known + along_s.index(HALF).load(ROW)
+    twice = known * unit + along_s.index(HALF).load(ROW)
     db = twice * (0.5 - 0.5 * numbers_s.index(4 + HALF).load(ROW))
     gl.store(db_ptr + row * H, db.to(db_ptr.dtype.element_ty), mask=row < count)
     k_norm = numbers_s.index(2 + HALF).load(ROW)[None, :]
-    put_rows(dk_ptr, k_norm * (unit * dk - k * known[None, :]), H * 128, count, HALF)
+    put_rows(dk_ptr, (k_norm * unit) * (dk - known[None, :] * k), H * 128, count, HALF)
     later = ones_s[0].load(RIGHT)
     after = gl.sum(second, 1)[:, None]
     dg_first += sums_of_rows(first, later, 3) + after
     dg_second += sums_of_rows(second, later, 3)
-    return half_of(dg_first, dg_second), after + gl.sum(first, 1)[:, None], left, to_a
+    return joined(dg_first, dg_second), after + gl.sum(first, 1)[:, None], left, to_a
 
 
 @gluon.jit
@@ -427,7 +444,7 @@ def softplus_tile_kernel(
         to_end = ones_s[1].permute((1, 0)).load(RIGHT)
         c = exp2(exponents(digits[0], digits[1], to_end)) * exp2(t1)
         k = turned(k_s[0]) * numbers_s.index(2).load(ROW)[None, :]
-        k_c = bf16(k * half_of(c, exp2(exponents(digits[2], digits[3], to_end))))
+        k_c = bf16(k * joined(c, exp2(exponents(digits[2], digits[3], to_end))))
         upcoming = (pointers, strides, following, following_start, following_count)
         k = turned(k_s[1]) * numbers_s.index(3).load(ROW)[None, :]
         dg_b, after, _left, to_a = gradients_of_half(
