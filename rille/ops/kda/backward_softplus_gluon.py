@@ -14,7 +14,8 @@ one sum. Between the tiles of a half their border is the origin of rows and colu
 
 with dA_8, dA_16, dA_32 the pairs whose least common block has 8, 16 or 32 rows: parts of the registers that hold dA.
 Rows and columns of dA_32 are different tiles, and dA_8, dA_16 are zero between tiles, so products are of tiles, and of
-blocks of 8 columns where a kind has no others. Each exponent is a sum of g that begins at its own origin, by a product with ones: no difference of long sums.
+blocks of 8 columns where a kind has no others. Each exponent is a sum of g that begins at its own origin, by a product
+with ones: no difference of long sums.
 
 What a token leaves in the state after the chunk stays out of dG: only later tokens decay it, and a sum that took it
 back would keep its rounding. A decay that was cut off passes no gradient.
