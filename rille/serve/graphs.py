@@ -29,6 +29,7 @@ from torch import Tensor
 from rille.model.context import Context
 from rille.model.model import K3
 from rille.ops.chains import chain
+from rille.ops.embedding import step_tokens
 from rille.ops.linear import linear
 from rille.packing import Packing
 from rille.serve.paged import Batch, Pages
@@ -282,9 +283,6 @@ class DecodeGraphs:
             self._memory = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with chain(CHAINED), torch.cuda.graph(graph, pool=self._memory):
-            packing.history.copy_(slate.positions)
-            if slate.shape.tokens > 1:
-                packing.positions.copy_(_places(slate))
             logits_NW, figures_3N = self._forward(slate, packing, way)
         return Recording(graph, logits_NW, figures_3N, packing)
 
@@ -300,11 +298,13 @@ class DecodeGraphs:
 
     def _forward(self, slate: Slate, packing: Packing, way: Way) -> tuple[Tensor, Tensor]:
         """Logits [N, W] and figures [3, N]; what is drawn stays for the next step."""
-        first_S = torch.where(slate.sources < 0, slate.tokens[:, 0], self._drawn[slate.sources.clamp(min=0)])
         drafted = slate.shape.tokens > 1
-        tokens_ST = torch.cat([first_S[:, None], slate.tokens[:, 1:]], dim=1) if drafted else first_S[:, None]
+        places_N = packing.positions if drafted and self._captures else None  # else they are where they should be
+        given = (slate.tokens, slate.sources, self._drawn, slate.positions)
+        tokens_N = step_tokens(*given, packing.history, places_N)
+        tokens_ST = tokens_N.view(slate.tokens.shape)
         trial = Trial(self._pages, slate.table, slate.slots, self._bench, self._spare_page) if drafted else None
-        hidden_ND = self._model(tokens_ST.flatten(), Context(packing, trial or StaticBatch(self._pages, slate)))
+        hidden_ND = self._model(tokens_N, Context(packing, trial or StaticBatch(self._pages, slate)))
         logits_NW = linear(hidden_ND, self._model.head_weight)
         drawn_N, figures_3N = choose_unchanged(logits_NW, slate.lots, way)
         drawn_ST = drawn_N.view(tokens_ST.shape)

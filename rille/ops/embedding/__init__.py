@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["choose_backend", "embed"]
+from rille.ops.embedding.step import step_tokens
+
+__all__ = ["choose_backend", "embed", "step_tokens"]
 
 HAS_TRITON = find_spec("triton") is not None  # asked once: torch.compile cannot trace the question
 BACKENDS = ("triton", "torch")
