@@ -18,7 +18,7 @@ from rille.model.config import K3Config
 from rille.model.context import Context, LocalExchange, no_tap
 from rille.model.experts import ExpertWeights, activation
 from rille.ops.joint_linear import joint_linear
-from rille.ops.linear import linear, linear_onto
+from rille.ops.linear import linear, linear_onto, normed_linear_onto, norms_on_its_way
 from rille.ops.moe import route, route_logits, route_weights, router_logits
 from rille.ops.norm import rms_norm
 
@@ -74,12 +74,16 @@ class LatentMoE(nn.Module):
 
     def _without_gradients(self, x_ND: Tensor, ctx: Context) -> Tensor:
         """The same in fewer launches. The way into the latent width runs while the router chooses, then the shared
-        experts; sum, rounding and norm are one kernel, and what is added last belongs to the product."""
+        experts; sum, rounding and norm are one kernel, or the next product norms, and what is added last belongs to
+        that product."""
         latent_NL = beside(lambda: linear(x_ND, self.latent_down), x_ND) if self.latent else lambda: x_ND
         shared = self.shared
         shared_ND = None if shared is None else beside(lambda: shared(x_ND, ctx), x_ND)
         routed = self._route(x_ND, ctx)
         z_NL = latent_NL()
+        if self.normed and shared_ND is not None and norms_on_its_way(z_NL, self.latent_up, self.latent_norm):
+            u_NL = self.experts(z_NL, *routed)
+            return normed_linear_onto(u_NL, self.latent_norm, self.eps, self.latent_up, shared_ND())
         if self.normed:
             u_NL = self.experts.normed(z_NL, *routed, self.latent_norm, self.eps)
         else:

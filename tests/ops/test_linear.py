@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from rille.ops.linear import is_few, linear, linear_onto, wide_linear
+from rille.ops.linear import is_few, linear, linear_onto, normed_linear_onto, norms_on_its_way, wide_linear
+from rille.ops.norm import rms_norm
 
 pytest.importorskip("triton")
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU the interpreter runs")
@@ -32,6 +33,16 @@ def test_products_are_those_of_pytorch(N, C, D):
         assert (got.double() - want).abs().max() <= 2e-6 * want.abs().max()
     assert torch.equal(linear(x, w), torch.nn.functional.linear(x, w))  # what a CPU does by itself
     assert torch.equal(linear_onto(x, w, onto), torch.nn.functional.linear(x, w) + onto)
+
+
+@on_cpu
+@pytest.mark.parametrize("N, C, D", SIZES[:4])
+def test_rows_are_normed_on_their_way(N, C, D):
+    x, w, onto, gain = draw(N, D), draw(C, D, 1).contiguous(), draw(N, C, 2), draw(1, D, 3)[0].contiguous()
+    got = normed_linear_onto(x, gain, 1e-5, w, onto, backend="triton")
+    want = rms_norm(x.double(), gain.double(), 1e-5) @ w.double().t() + onto
+    assert (got.double() - want).abs().max() <= 3e-6 * want.abs().max()
+    assert torch.equal(normed_linear_onto(x, gain, 1e-5, w, onto), linear_onto(rms_norm(x, gain, 1e-5), w, onto))
 
 
 @on_cpu
@@ -85,3 +96,15 @@ def test_on_a_gpu_in_bf16(N, C, D):
     for got, want in found:
         limit = 2**-8 if got.dtype == torch.bfloat16 else 1e-5
         assert (got.double() - want).norm() <= limit * want.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("N", [1, 8])
+def test_rows_are_rounded_and_normed_on_their_way_on_a_gpu(N):
+    x, gain = draw(N, 256).cuda(), torch.linspace(0.5, 1.5, 256, device="cuda").bfloat16()
+    w, onto = (t.cuda().bfloat16() for t in (draw(512, 256, 1).contiguous() / 16, draw(N, 512, 2)))
+    with torch.no_grad():
+        assert norms_on_its_way(x.bfloat16(), w, gain)
+        got = normed_linear_onto(x, gain, 1e-5, w, onto)
+        want = rms_norm(x.bfloat16(), gain, 1e-5).double() @ w.double().t() + onto.double()
+    assert (got.double() - want).norm() <= 2**-8 * want.norm()

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["is_few", "linear", "linear_onto", "wide_linear"]
+from rille.ops.norm import rms_norm
+
+__all__ = ["is_few", "linear", "linear_onto", "normed_linear_onto", "norms_on_its_way", "wide_linear"]
 
 HAS_TRITON = find_spec("triton") is not None  # asked once: torch.compile cannot trace the question
 BACKENDS = ("triton", "torch")
@@ -46,6 +48,23 @@ def linear_onto(x: Tensor, weight: Tensor, onto: Tensor, *, backend: str | None 
     return onto.addmm_(x, weight.t())
 
 
+def normed_linear_onto(
+    x: Tensor, gain: Tensor, eps: float, weight: Tensor, onto: Tensor, *, backend: str | None = None
+) -> Tensor:
+    """`linear_onto` of rms_norm(x, gain, eps), where x [N, D] is rounded to the weight's dtype first. backend as there:
+    the kernel norms on its way, up to `MOST_ROWS` rows."""
+    if _by_kernel("normed_linear_onto", backend, x, weight, onto, gain, normed=True):
+        from rille.ops.linear import few
+
+        return few.linear(x, weight, onto, weight.dtype, gain.contiguous(), eps)
+    return linear_onto(rms_norm(x.to(weight.dtype), gain, eps), weight, onto, backend=backend)
+
+
+def norms_on_its_way(x: Tensor, weight: Tensor, gain: Tensor) -> bool:
+    """Whether `normed_linear_onto` is one launch for an x of this shape and device."""
+    return x.is_cuda and not _obstacle(x, weight, gain, normed=True)
+
+
 def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x W' in fp32 from 16-bit operands where `is_few`: [N, C]."""
     from rille.ops.linear import few
@@ -58,7 +77,7 @@ def is_few(x: Tensor, weight: Tensor, *others: Tensor) -> bool:
     return x.is_cuda and not _obstacle(x, weight, *others)
 
 
-def _obstacle(x: Tensor, weight: Tensor, *others: Tensor) -> str:
+def _obstacle(x: Tensor, weight: Tensor, *others: Tensor, normed: bool = False) -> str:
     """Why the kernels cannot run, or an empty string."""
     if not HAS_TRITON:
         return "triton is not installed"
@@ -72,9 +91,15 @@ def _obstacle(x: Tensor, weight: Tensor, *others: Tensor) -> str:
         return f"the kernels do not take {tuple(x.shape)} times {tuple(weight.shape)}"
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, *others)):
         return "the kernels have no gradient"
-    known = (torch.bfloat16, torch.float16, torch.float32)
-    if x.dtype not in known or any(t.dtype != x.dtype for t in (weight, *others)):
+    known, x_dtype = (torch.bfloat16, torch.float16, torch.float32), torch.float32 if normed else weight.dtype
+    if (
+        weight.dtype not in known
+        or x.dtype not in (weight.dtype, x_dtype)
+        or any(t.dtype != weight.dtype for t in others)
+    ):
         return f"the kernels take bf16, fp16 or fp32 alike, not {x.dtype} and {weight.dtype}"
+    if normed and (len(x) > MOST_ROWS or x.shape[1] > WIDE):
+        return f"the kernels norm up to {MOST_ROWS} rows of up to {WIDE} on their way, not {tuple(x.shape)}"
     if weight.shape[1] != x.shape[1] or not weight.is_contiguous() or x.stride(1) != 1:
         return f"the kernels take x [N, D] with dense rows and dense weights [C, D], not {x.shape} and {weight.shape}"
     return ""
@@ -87,11 +112,11 @@ def takes(N: int, D: int, C: int) -> bool:
     return N <= TILED_ROWS and D <= TILED_SUM and C <= TILED_RESULT
 
 
-def _by_kernel(op: str, backend: str | None, x: Tensor, *others: Tensor) -> bool:
+def _by_kernel(op: str, backend: str | None, x: Tensor, *others: Tensor, normed: bool = False) -> bool:
     if backend is None:
-        return is_few(x, *others)
+        return x.is_cuda and not _obstacle(x, *others, normed=normed)
     if backend not in BACKENDS:
         raise ValueError(f"{op}: unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
-    if backend == "triton" and (reason := _obstacle(x, *others)):
+    if backend == "triton" and (reason := _obstacle(x, *others, normed=normed)):
         raise ValueError(f"{op}: backend 'triton' cannot run: {reason}")
     return backend == "triton"

@@ -14,22 +14,34 @@ from rille.ops.chain_kernels import meet
 
 
 @triton.jit
+def normed(x_D, gain_D, D: tl.constexpr, eps, dtype: tl.constexpr):
+    """RMS norm of one row, roundings as in `rille.ops.norm`."""
+    x_D = x_D.to(dtype).to(tl.float32)
+    r = tl.rsqrt(tl.sum(x_D * x_D, 0) / D + eps)
+    return ((x_D * r).to(dtype).to(tl.float32) * gain_D).to(dtype).to(tl.float32)
+
+
+@triton.jit
 def few_product(
-    x, w, onto, y, N, C, x_row, onto_row, D: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    x, w, gain, onto, y, N, C, x_row, onto_row, eps, D: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
     ROWS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Grid (C / COLUMNS). x [N, D] and onto [N, C] (or None) with distant rows, w [C, D] and y [N, C] dense; N up to
-    ROWS."""
+    ROWS. gain [D] or None: x is rounded to w's dtype and normed first, if BLOCK covers D; every program does so."""
     c_C, d_D = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, BLOCK)
     inside_C = c_C < C
     w_CD = w + c_C.to(tl.int64)[:, None] * D + d_D[None, :]
     if BLOCK >= D:
         held_CD = tl.load(w_CD, mask=inside_C[:, None] & (d_D < D)[None, :], other=0.0).to(tl.float32)
+        if gain is not None:
+            gain_D = tl.load(gain + d_D, mask=d_D < D, other=0.0).to(w.dtype.element_ty).to(tl.float32)
     meet(CHAINED)
     for n in tl.static_range(ROWS):
         there = n < N
         if BLOCK >= D:
             x_D = tl.load(x + n * x_row + d_D, mask=(d_D < D) & there, other=0.0).to(tl.float32)
+            if gain is not None:
+                x_D = normed(x_D, gain_D, D, eps, w.dtype.element_ty)
             sum_C = tl.sum(held_CD * x_D[None, :], 1)
         else:
             sum_CD = tl.zeros([COLUMNS, BLOCK], tl.float32)

@@ -11,15 +11,18 @@ from rille.ops.linear.few import FEW, sizes, tile
 NUMBERS = ("N", "C", "x_row", "onto_row")
 
 
-def specimen(name: str, rows: int, C: int, D: int, onto: bool = False) -> Specimen:
+def specimen(name: str, rows: int, C: int, D: int, onto: bool = False, normed: bool = False) -> Specimen:
     tiled = rows > FEW
     constexprs: dict[str, Any] = dict(tile(D) if tiled else sizes(rows, C, D), D=D, CHAINED=True)
     warps = constexprs.pop("num_warps")
     if not onto:
         constexprs["onto"] = None
+    if not normed:
+        constexprs |= {} if tiled else dict(gain=None)
     kernel: Any = few_kernels.tile_product if tiled else few_kernels.few_product
-    signature = {n: "i32" if n in NUMBERS else "*bf16" for n in kernel.arg_names if n not in constexprs}
-    whole = ("x", "w", "y", "onto", "C", "x_row", "onto_row")
+    kinds = dict.fromkeys(NUMBERS, "i32") | dict(eps="fp32") | (dict(x="*fp32") if normed else {})
+    signature = {n: kinds.get(n, "*bf16") for n in kernel.arg_names if n not in constexprs}
+    whole = ("x", "w", "y", "gain", "onto", "C", "x_row", "onto_row")
     return Specimen(f"linear_{name}", kernel, signature, constexprs, warps, divisible=whole)
 
 
@@ -27,6 +30,7 @@ SPECIMENS = [
     specimen("joint", 1, 2704, 512),
     specimen("square", 1, 512, 512),
     specimen("onto", 1, 512, 256, True),
+    specimen("normed", 1, 512, 256, True, True),
     specimen("down", 8, 512, 896),
     specimen("head", 8, 32768, 512),
     specimen("wide", 1, 7168, 7168),

@@ -58,7 +58,8 @@ def experts(
     block = power_of_two(L)
     if gain is None:
         block = min(256, block)
-        launch(k.combine_few, N * -(-L // block), (y, weights, out), L=L, CHOICES=A, BLOCK=block, num_warps=2)
+        sizes = dict(L=L, CHOICES=A, BLOCK=block, num_warps=2)
+        launch(k.combine_few, N * -(-L // block), (y, weights, out), **sizes, **chained(x))
     else:
         sizes = dict(L=L, CHOICES=A, BLOCK=block, num_warps=min(8, max(1, block // 256)))
         launch(k.combine_norm_few, N, (y, weights, gain, out, eps), **sizes, **chained(x))

@@ -217,8 +217,9 @@ def sum_of(y, weights, n, l_L, L: tl.constexpr, CHOICES: tl.constexpr):
 
 
 @triton.jit
-def combine_few(y, weights, out, L: tl.constexpr, CHOICES: tl.constexpr, BLOCK: tl.constexpr):
+def combine_few(y, weights, out, L: tl.constexpr, CHOICES: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
     """Grid (N * L / BLOCK). out fp32 [N, L]."""
+    meet(CHAINED)
     across: tl.constexpr = (L + BLOCK - 1) // BLOCK
     n = (tl.program_id(0) // across).to(tl.int64)
     l_L = tl.program_id(0) % across * BLOCK + tl.arange(0, BLOCK)

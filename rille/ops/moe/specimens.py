@@ -142,7 +142,7 @@ def few(size: str) -> list[Specimen]:
         ("list_pairs", k.list_pairs, dict(SPAN=512, ROWS=LISTS, CHAINED=True), 4, 3),
         ("glu_listed", k.glu_listed, glu | tile, 4, 4),
         ("down_listed", k.down_listed, down | tile | dict(BK=64), 4, 4),
-        ("combine_few", k.combine_few, dict(L=L, CHOICES=A, BLOCK=256), 2, 3),
+        ("combine_few", k.combine_few, dict(L=L, CHOICES=A, BLOCK=256, CHAINED=True), 2, 3),
         ("combine_norm_few", k.combine_norm_few, dict(L=L, CHOICES=A, BLOCK=wide, CHAINED=True), 8, 3),
     )
     return [
