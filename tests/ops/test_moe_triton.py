@@ -214,6 +214,21 @@ def test_router_ties_nan_and_infinities() -> None:
     assert ((sick.ids >= 0) & (sick.ids < 6)).all() and sick.weights.isnan().all()
 
 
+@pytest.mark.parametrize(("N", "E", "top"), ROUTES)
+def test_a_router_that_counts_nothing_chooses_the_same(N: int, E: int, top: int, poisoned: None) -> None:
+    """Few rows are then sought through in another way; with ties, infinities and NaN."""
+    drawn, bias = draw(N, E), draw(E, seed=1, scale=0.5)
+    bias[: E // 3] = -torch.inf if 3 * top < E else 0.0
+    for logits in (drawn, drawn.round(), torch.where(drawn > 1, torch.nan, drawn), torch.full((N, E), -torch.inf)):
+        counted, plain = (
+            route_logits(logits, bias, top, 2.5, loaded=loaded, backend="triton") for loaded in (True, False)
+        )
+        for name in ("ids", "weights", "cutoff"):
+            one, other = getattr(counted, name), getattr(plain, name)
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+        assert plain.load.numel() == 0
+
+
 @pytest.mark.parametrize(("N", "E"), [(1, 1), (16_384, 256), (131_072, 256), (131_072, 896), (9_000_000, 40)])
 def test_no_program_of_the_histogram_counts_beyond_16_bits(N: int, E: int) -> None:
     groups, shares = router.histogram_grid(N, E, 132)

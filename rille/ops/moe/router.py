@@ -14,6 +14,7 @@ from rille.ops.moe.permute import INTERPRET, power_of_two
 
 MOST_EXPERTS = 2048  # a row of scores in the registers of one warp
 APART = True  # large batches count the histogram in a kernel of its own, where it was measured: on Hopper
+PAIRED_ROWS = 256  # up to which a row has a program of its own
 MANY = 2**22  # scores from which a batch is large
 EXPERTS, WORDS, TOKENS = 16, 2048, 512  # of its program; two bins a word; tokens of a tile
 MOST_TILES = 65_535 // TOKENS  # a count of 16 bits holds all tokens of a program
@@ -34,7 +35,8 @@ def router(
     load = torch.zeros(E if loaded else 0, dtype=torch.int64, device=device)
     histogram = torch.zeros(E, bins, dtype=torch.int32, device=device)
     block = power_of_two(E)
-    height = max(1, 512 // block)
+    paired = not loaded and bins == 0 and N <= PAIRED_ROWS
+    height = 1 if paired else max(1, 512 // block)
     apart = counted_apart(logits, bins)
     edges = torch.empty(2, dtype=torch.float32, device=device) if apart else None
     if N:
@@ -43,7 +45,7 @@ def router(
             router_kernels.router_forward, min(-(-N // height), router_programs(device)),
             (logits, bias, ids, weights, chosen, cutoff, *counts, N, logits.stride(0), scale),
             E=E, A=top, BINS=0 if apart else bins, BLOCK=block, CHOICES=power_of_two(top), ROWS=height,
-            RENORMALISE=renormalise, SCORED=scored, num_warps=1, **chained(logits),
+            RENORMALISE=renormalise, SCORED=scored, PAIRED=paired, num_warps=1, **chained(logits),
         )  # fmt: skip
     if apart:
         from rille.ops.moe import histogram_gluon

@@ -19,6 +19,7 @@ import triton.language as tl
 from rille.ops.chain_kernels import meet
 
 LOWEST = tl.constexpr(-(2**31))  # below the key of -inf
+LOWEST_PAIR = tl.constexpr(-(2**63))
 
 
 @triton.jit
@@ -36,11 +37,14 @@ def score_of(z, SCORED: tl.constexpr):
 def router_forward(
     logits, bias, ids, weights, chosen, cutoff, load, histogram, edges, N, logits_row, scale,
     E: tl.constexpr, A: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, CHOICES: tl.constexpr,
-    ROWS: tl.constexpr, RENORMALISE: tl.constexpr, SCORED: tl.constexpr, CHAINED: tl.constexpr = False,
+    ROWS: tl.constexpr, RENORMALISE: tl.constexpr, SCORED: tl.constexpr, PAIRED: tl.constexpr = False,
+    CHAINED: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (P). ids int64, weights, chosen (their scores) [N, A]; load int64 [E] or None; histogram int32 [E, BINS]
     (one batch stays below 2^31), not counted where BINS is 0; edges [2] or None: the lowest and the highest edge of the
-    bins, for `histogram_gluon.py`, which counts them then. SCORED: the logits are scores."""
+    bins, for `histogram_gluon.py`, which counts them then. SCORED: the logits are scores. PAIRED: for few rows, where
+    reductions are waited for: key and id are one number of 64 bits, of which the largest is sought; nothing is
+    counted."""
     e_B, a_K = tl.arange(0, BLOCK), tl.arange(0, CHOICES)
     bias_B = tl.load(bias + e_B, mask=e_B < E, other=0.0)
     low = tl.min(tl.where(e_B < E, bias_B, float("inf")), 0) - 1.0
@@ -59,12 +63,22 @@ def router_forward(
         left_RB = ordered((s_RB + bias_B[None, :]).to(tl.int32, bitcast=True))
         left_RB = tl.where(inside_RB, left_RB, LOWEST)
         ids_RK = tl.zeros([ROWS, CHOICES], tl.int32)
-        for a in range(A):
-            largest_R = tl.max(left_RB, 1)
-            id_R = tl.min(tl.where(left_RB == largest_R[:, None], e_B[None, :], BLOCK), 1)
-            ids_RK = tl.where(a_K[None, :] == a, id_R[:, None], ids_RK)
-            left_RB = tl.where(e_B[None, :] == id_R[:, None], LOWEST, left_RB)
-        cutoff_R = ordered(tl.max(left_RB, 1)).to(tl.float32, bitcast=True)
+        if PAIRED:
+            pair_RB = (left_RB.to(tl.int64) << 32) | (BLOCK - 1 - e_B)[None, :].to(tl.int64)
+            for a in range(A):
+                largest_R = tl.max(pair_RB, 1)
+                id_R = BLOCK - 1 - (largest_R & 0xFFFFFFFF).to(tl.int32)
+                ids_RK = tl.where(a_K[None, :] == a, id_R[:, None], ids_RK)
+                pair_RB = tl.where(pair_RB == largest_R[:, None], LOWEST_PAIR, pair_RB)
+            highest_R = (tl.max(pair_RB, 1) >> 32).to(tl.int32)
+        else:
+            for a in range(A):
+                largest_R = tl.max(left_RB, 1)
+                id_R = tl.min(tl.where(left_RB == largest_R[:, None], e_B[None, :], BLOCK), 1)
+                ids_RK = tl.where(a_K[None, :] == a, id_R[:, None], ids_RK)
+                left_RB = tl.where(e_B[None, :] == id_R[:, None], LOWEST, left_RB)
+            highest_R = tl.max(left_RB, 1)
+        cutoff_R = ordered(highest_R).to(tl.float32, bitcast=True)
         if A == E:
             cutoff_R = tl.full([ROWS], float("-inf"), tl.float32)
         pair_RK = n_R[:, None] * A + a_K[None, :]

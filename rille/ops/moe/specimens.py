@@ -96,12 +96,14 @@ def routes(size: str) -> list[Specimen]:
     E, block, choices = (896, 1024, 16) if size == "k3" else (E, 256, 8)
     router = dict(
         E=E, A=A, BINS=4000, BLOCK=block, CHOICES=choices, ROWS=max(1, 512 // block), RENORMALISE=True, SCORED=False,
-        CHAINED=size == "nano",
+        CHAINED=size == "nano", PAIRED=False,
     )  # fmt: skip
+    paired = dict(BINS=0, ROWS=1, CHAINED=True, PAIRED=True, load=None, edges=None)
     back = dict(E=E, A=A, CHOICES=choices, ROWS=32, RENORMALISE=True)
     columns = min(1024, L)
     return [
         specimen(f"router_{size}", router_kernels.router_forward, router | dict(edges=None), 1),
+        specimen(f"router_paired_{size}", router_kernels.router_forward, router | paired, 1),
         specimen(f"router_apart_{size}", router_kernels.router_forward, router | dict(BINS=0), 1),
         specimen(
             f"histogram_{size}", histogram_gluon.histogram_kernel,
