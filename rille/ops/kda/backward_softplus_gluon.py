@@ -233,8 +233,8 @@ def put_dz(dg, z_s, decay_s, bias, rate, unit, pointer, stride: gl.constexpr, co
     g = decay_s[HALF].load(TALL)
     x = turned(z_s[HALF]) + bias
     row = 32 * HALF + gl.arange(0, 32, ROW)[None, :]
-    dg = gl.where((row < count) & (g > -SHUT), dg, 0.0)
-    dz = dg * (rate * -unit) * reciprocal(1.0 + exp2(x * -LOG2E))
+    dg = gl.where(g > -SHUT, dg, 0.0)  # where there is no token g is 0
+    dz = dg * gl.where(row < count, rate * -unit, 0.0) * reciprocal(1.0 + exp2(x * -LOG2E))
     put_rows(pointer, dz, stride, count, HALF)
     return gl.sum(dz, 1), gl.sum(dg * g, 1) * (unit * 0.6931471805599453)
 
