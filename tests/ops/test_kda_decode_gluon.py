@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from rille.ops.kda import decode as interface
+from rille.ops import chain_gluon
 from rille.ops.kda import decode_gluon, decode_launch, verify_gluon
 from rille.ops.kda.decode import kda_commit, kda_decode, kda_verify
 from rille.ops.kda.decode_operands import Pools, Projected, Remembered
@@ -21,7 +22,7 @@ PROGRAMS = 3  # that share the heads of all rows: each has several, and not alwa
 @pytest.fixture(params=["late", "early"])
 def kernels(request, monkeypatch):
     """decode and verify launch the Gluon kernels on CPU tensors; copies of verify arrive late or early."""
-    decode, verify = gluon_on_cpu.kernels_of(decode_gluon, verify_gluon)
+    _, decode, verify = gluon_on_cpu.kernels_of(chain_gluon, decode_gluon, verify_gluon)
     staying = Kernel(verify.verify, request.param == "early", PROGRAMS)
     monkeypatch.setattr(decode_launch, "decode_gluon", SimpleNamespace(decode=Kernel(decode.decode)))
     monkeypatch.setattr(decode_launch, "verify_gluon", SimpleNamespace(verify=staying))

@@ -17,6 +17,8 @@ Suffixes: T tokens, K key channels, V value channels, 1 a broadcast axis; C chan
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from rille.ops.chain_gluon import meet
+
 # Triton 3.7 calls it `barrier`.
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
@@ -251,14 +253,6 @@ def gated_norm(o_TV, gate_TV, weight_V, eps, V: gl.constexpr):
     """RMSNorm(o) * weight * sigmoid(gate)."""
     scale_T = gl.rsqrt(gl.sum(o_TV * o_TV, 1) / V + eps)
     return o_TV * scale_T[:, None] * weight_V[None, :] * sigmoid(gate_TV.to(gl.float32))
-
-
-@gluon.jit
-def meet(CHAINED: gl.constexpr):
-    """As in `rille.ops.chain_kernels`."""
-    if CHAINED:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, False, 1)
-        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, False, 1)
 
 
 @gluon.jit

@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from rille.ops.chain_gluon import meet
 from rille.ops.mla.forward_gluon import barrier, exp2
 
 BLOCK: gl.constexpr = gl.constexpr(64)
@@ -181,6 +182,7 @@ def latent_stream_kernel(
     PAGE: gl.constexpr,
     SPLIT: gl.constexpr,
     Q: gl.constexpr,
+    CHAINED: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     REST: gl.constexpr = c_b_desc.block_type.shape[1]
@@ -201,6 +203,7 @@ def latent_stream_kernel(
         mbarrier.init(c_full.index(stage), count=1)
         mbarrier.init(c_empty.index(stage), count=1)
     fence_async_shared()
+    meet(CHAINED)
     descs = (q_desc, q_b_desc, c_desc, c_b_desc)
     places = (q_s, q_b_s, c_ring, c_b_ring, weights)
     bars = (q_full, q_empty, c_full, c_empty)

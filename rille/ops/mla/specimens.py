@@ -129,7 +129,7 @@ def latent_parts(V: int, R: int) -> Specimen:
 
 def latent_stream(Q: int, V: int, R: int) -> Specimen:
     blocks = dict(q_desc=rows(Q, V), q_b_desc=rows(Q, R - V), c_desc=rows(64, V), c_b_desc=rows(64, R - V))
-    constants: dict[str, Any] = dict(VALUE=V, PAGE=64, SPLIT=2048, Q=Q, num_warps=4)
+    constants: dict[str, Any] = dict(VALUE=V, PAGE=64, SPLIT=2048, Q=Q, CHAINED=True, num_warps=4)
     kernel = decode_stream.latent_stream_kernel
     return specimen(
         f"latent_stream_q{Q}_v{V}", kernel, constants, blocks, num_warps=4, want_wgmma=True,
