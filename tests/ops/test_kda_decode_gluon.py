@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from rille.ops.kda import decode as interface
 from rille.ops import chain_gluon
+from rille.ops.kda import decode as interface
 from rille.ops.kda import decode_gluon, decode_launch, verify_gluon
 from rille.ops.kda.decode import kda_commit, kda_decode, kda_verify
 from rille.ops.kda.decode_operands import Pools, Projected, Remembered
