@@ -188,8 +188,10 @@ def uniform(seed: int, choice: int, place: int, purpose: bytes = b"token") -> fl
 
 def choose_unchanged(logits_RW: Tensor, lots_5R: Tensor, way: Way) -> tuple[Tensor, Tensor]:
     """`choose` from logits of any dtype that nothing has changed, and `figures`, in as few launches as that takes."""
-    if way is Way.GREEDY:
-        return token_figures(logits_RW, None, LEAST_LOGPROB)
+    if way is not Way.CUT:
+        return token_figures(
+            logits_RW, None, LEAST_LOGPROB, drawn=None if way is Way.GREEDY else (lots_5R[0], lots_5R[1])
+        )
     tokens_R = choose(logits_RW.to(torch.promote_types(logits_RW.dtype, torch.float32)), lots_5R, way)
     return tokens_R, token_figures(logits_RW, tokens_R, LEAST_LOGPROB)[1]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rille.ops.figures import choose_backend, reference, token_figures
+from rille.ops.figures import choose_backend, token_figures
 
 pytest.importorskip("triton")
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU the interpreter runs")
@@ -16,8 +16,8 @@ def draw(N, W, dtype=torch.float32, device="cpu"):
     return wide.to(device, dtype)[:, :W]
 
 
-def compare(logits, tokens=None, least=-torch.inf):
-    got, want = token_figures(logits, tokens, least, backend="triton"), reference.token_figures(logits, tokens, least)
+def compare(logits, tokens=None, least=-torch.inf, drawn=None):
+    got, want = (token_figures(logits, tokens, least, drawn=drawn, backend=name) for name in ("triton", "reference"))
     assert torch.equal(got[0], want[0]) and got[1].dtype == torch.float64 and got[1].shape == (3, len(logits))
     assert torch.equal(got[1][2], want[1][2])
     numbers = want[1][2] > 0
@@ -36,6 +36,36 @@ def test_figures_are_those_of_the_definition(N, W):
     compare(logits, torch.arange(N) * 13 % W)
     compare(logits, torch.zeros(N, dtype=torch.int64), least=-1.0)
     compare(logits.bfloat16())
+
+
+def lots(N, device="cpu"):
+    heats = torch.tensor([0.0, 1.0, 0.3, 2.0, 1e-100, 50.0], dtype=torch.float64).repeat(N)[:N]
+    numbers = torch.rand(N, generator=torch.Generator().manual_seed(N), dtype=torch.float64)
+    return heats.to(device), numbers.to(device)
+
+
+@on_cpu
+@pytest.mark.parametrize("N, W", [(6, 1), (40, 64), (30, 65), (24, 1000)])
+def test_drawn_tokens_are_those_of_the_definition(N, W):
+    compare(draw(N, W), drawn=lots(N))
+    compare(draw(N, W).round(), drawn=lots(N))
+    heats, numbers = lots(N)
+    for number in (0.0, 0.5, 1 - 1e-9):
+        compare(draw(N, W), drawn=(heats, torch.full_like(numbers, number)))
+    highest = token_figures(30 * draw(N, W), drawn=(heats, torch.full_like(numbers, 1 - 2**-53)), backend="triton")
+    assert (highest[1][1] > -1e4).all(), "rounding reaches nothing without mass"
+    far = torch.full((N, W), -1e4)
+    far[:, W // 2] = 0.0
+    assert (compare(far, drawn=(heats + 1, numbers))[0] == W // 2).all(), "nothing without mass is drawn"
+
+
+@on_cpu
+def test_what_is_drawn_is_distributed_as_it_should_be():
+    logits = torch.tensor([0.5, -1.0, 2.0, 0.0]).log_softmax(0).repeat(4000, 1)
+    numbers = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
+    tokens, _ = token_figures(logits, drawn=(torch.full_like(numbers, 0.7), numbers), backend="triton")
+    shares = torch.softmax(logits[0].double() / 0.7, 0)
+    assert (torch.bincount(tokens, minlength=4) / 4000 - shares).abs().max() < 1e-3
 
 
 @on_cpu
@@ -71,6 +101,8 @@ def test_what_does_not_fit_is_refused():
         token_figures(torch.zeros(3, 4), torch.zeros(2, dtype=torch.int64))
     with pytest.raises(ValueError, match="want \\[N, W\\]"):
         token_figures(torch.zeros(3, 0))
+    with pytest.raises(ValueError, match="not both"):
+        token_figures(torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64), drawn=lots(3))
     with pytest.raises(ValueError, match="unknown backend"):
         token_figures(torch.zeros(3, 4), backend="fast")
     with pytest.raises(ValueError, match="cannot run"):
@@ -89,3 +121,9 @@ def test_on_a_gpu(N, W):
     assert torch.equal(alone[0], tokens[N - 1 :]) and torch.equal(alone[1], figures[:, N - 1 :])
     logits[0, W // 2] = torch.nan
     assert token_figures(logits)[1][2, 0] == 0
+    logits, (heats, numbers) = draw(N, W, torch.bfloat16, "cuda"), lots(N, "cuda")
+    for number in (0.0, 0.3, 0.999):
+        compare(logits, drawn=(heats, (numbers + number) % 1))
+    tokens, figures = token_figures(logits, drawn=(heats, numbers))
+    alone = token_figures(logits[N - 1 :], drawn=(heats[N - 1 :], numbers[N - 1 :]))
+    assert torch.equal(alone[0], tokens[N - 1 :]) and torch.equal(alone[1], figures[:, N - 1 :])

@@ -21,11 +21,15 @@ BACKENDS = ("triton", "reference")
 
 @torch.no_grad()
 def token_figures(
-    logits: Tensor, tokens: Tensor | None = None, least: float = -torch.inf, *, backend: str | None = None
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, tokens: Tensor | None = None, least: float = -torch.inf, *,
+    drawn: tuple[Tensor, Tensor] | None = None, backend: str | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(tokens int64 [N], figures float64 [3, N]) of logits [N, W], W of at least 1.
 
-    tokens: int64 [N] in [0, W), given back; by default the likeliest of each row, the lowest id of equal ones. Figures:
+    tokens: int64 [N] in [0, W), given back; by default the likeliest of each row, the lowest id of equal ones. drawn:
+    temperatures and numbers in [0, 1), float64 [N]: rows whose temperature is above 0 are drawn from softmax(logits /
+    temperature), in the order of the ids; the sums are float64, and only their last bits could tell backends apart.
+    Figures:
     the token, its log-probability log softmax(logits) in fp32 (float64 for float64) but not below `least`, and 1 where
     all logits of the row are finite, else 0; the other two mean nothing then, though the token is in [0, W). No
     gradient, no wait for the device. backend: "triton" or "reference"; by default what `choose_backend` says.
@@ -35,11 +39,15 @@ def token_figures(
     if logits.ndim != 2 or logits.shape[1] == 0 or (tokens is not None and tokens.shape != logits.shape[:1]):
         given = "none" if tokens is None else tuple(tokens.shape)
         raise ValueError(f"token_figures: logits {tuple(logits.shape)} and tokens {given}; want [N, W] and [N]")
+    if tokens is not None and drawn is not None:
+        raise ValueError("token_figures: tokens are given or drawn, not both")
+    heats, numbers = (None, None) if drawn is None else (x.contiguous() for x in drawn)
     if _settle(backend, logits) == "reference":
-        return reference.token_figures(logits, tokens, least)
+        return reference.token_figures(logits, tokens, heats, numbers, least)
     from rille.ops.figures import launch
 
-    found, figures_3N = launch.token_figures(logits if logits.stride(1) == 1 else logits.contiguous(), tokens, least)
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    found, figures_3N = launch.token_figures(logits, tokens, heats, numbers, least)
     return found if tokens is None else tokens, figures_3N
 
 

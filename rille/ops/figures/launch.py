@@ -18,27 +18,30 @@ def parts_of(W: int) -> int:
 
 
 @torch.library.custom_op("rille::token_figures", mutates_args=())
-def token_figures(logits: Tensor, tokens: Tensor | None, least: float) -> tuple[Tensor, Tensor]:
-    """Tokens int64 [N], figures float64 [3, N]. logits with a dense last axis."""
+def token_figures(
+    logits: Tensor, tokens: Tensor | None, heats: Tensor | None, numbers: Tensor | None, least: float
+) -> tuple[Tensor, Tensor]:
+    """Tokens int64 [N], figures float64 [3, N]. logits with a dense last axis; heats, numbers float64 [N], dense."""
     (N, W), device = logits.shape, logits.device
-    parts = parts_of(W)
+    parts, wide = parts_of(W), torch.float64
     tops, sums = (torch.empty(N, parts, dtype=torch.float32, device=device) for _ in range(2))
     places = torch.empty(N, parts, dtype=torch.int32, device=device)
+    masses = None if heats is None else torch.empty(N, parts, dtype=wide, device=device)
     found = torch.empty(N, dtype=torch.int64, device=device)
-    figures = torch.empty(3, N, dtype=torch.float64, device=device)
+    figures = torch.empty(3, N, dtype=wide, device=device)
     if N == 0:
         return found, figures
-    some, k = (tops, places, sums), cast(Any, row_kernels)
+    some, row, k = (tops, places, sums, masses), logits.stride(0), cast(Any, row_kernels)
     early = chained(logits)
-    k.part_kernel[(parts, N)](logits, *some, logits.stride(0), W, parts, BLOCK=BLOCK, num_warps=4, **early)
+    k.part_kernel[(parts, N)](logits, heats, *some, row, W, parts, BLOCK=BLOCK, num_warps=4, **early)
     k.row_kernel[(N,)](
-        logits, tokens, *some, found, figures, logits.stride(0), N, parts, W, least,
-        BLOCK=max(2, 1 << (parts - 1).bit_length()), num_warps=1, **early,
+        logits, tokens, heats, numbers, *some, found, figures, row, N, parts, W, least,
+        BLOCK=max(2, 1 << (parts - 1).bit_length()), PART=BLOCK, num_warps=1 if heats is None else 4, **early,
     )  # fmt: skip
     return found, figures
 
 
 @token_figures.register_fake
-def _(logits, tokens, least):
+def _(logits, tokens, heats, numbers, least):
     N = logits.shape[0]
     return logits.new_empty(N, dtype=torch.int64), logits.new_empty(3, N, dtype=torch.float64)

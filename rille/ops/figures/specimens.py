@@ -8,8 +8,8 @@ from rille.ops.ahead import Specimen
 from rille.ops.figures import launch, row_kernels
 
 KINDS = {
-    "*bf16": "logits", "*fp32": "tops sums", "*i32": "places", "*i64": "tokens found", "*fp64": "figures",
-    "i32": "row W N PARTS", "fp32": "least",
+    "*bf16": "logits", "*fp32": "tops sums", "*i32": "places", "*i64": "tokens found",
+    "*fp64": "figures heats numbers masses", "i32": "row W N PARTS", "fp32": "least",
 }  # fmt: skip
 TYPES = {name: kind for kind, names in KINDS.items() for name in names.split()}
 DIVISIBLE = ("logits", "tops", "sums", "places", "found", "figures", "row", "W")
@@ -22,7 +22,18 @@ def specimen(name: str, kernel: Any, warps: int, **constexprs: Any) -> Specimen:
 
 
 SPECIMENS = [
-    specimen("part", row_kernels.part_kernel, 4, BLOCK=launch.BLOCK),
-    specimen("row", row_kernels.row_kernel, 1, BLOCK=16, tokens=None),
-    specimen("row_drawn", row_kernels.row_kernel, 1, BLOCK=128),
+    specimen("part", row_kernels.part_kernel, 4, BLOCK=launch.BLOCK, heats=None, masses=None),
+    specimen("part_drawn", row_kernels.part_kernel, 4, BLOCK=launch.BLOCK),
+    specimen(
+        "row",
+        row_kernels.row_kernel,
+        1,
+        BLOCK=16,
+        PART=launch.BLOCK,
+        tokens=None,
+        heats=None,
+        numbers=None,
+        masses=None,
+    ),
+    specimen("row_drawn", row_kernels.row_kernel, 4, BLOCK=128, PART=launch.BLOCK, tokens=None),
 ]
