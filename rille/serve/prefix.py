@@ -2,72 +2,22 @@
 
 To go on after b tokens takes the latents of all b and the state of every KDA group after exactly b; `lookup.py` finds
 them. What was matched is pinned before anything is allocated. Whole pages are shared; a page on which the sequence will
-write is copied, and so is the state: what is stored is never written. Nothing can match before the step that wrote it
-is over (`landed`). All lengths and positions are tokens. Source: Kimi K3 report section 5.4.
+write is copied, and so is the state: what is stored is never written. Only a sequence that runs alone, in a pool too
+small for copies, takes over what it would copy, which then is stored no more. Nothing can match before the step that
+wrote it is over (`landed`). All lengths and positions are tokens. Source: Kimi K3 report section 5.4.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from itertools import islice
 
 from rille.serve.chain import Chain
+from rille.serve.holding import Admission, CacheCounts, Holding
 from rille.serve.lookup import Match, find
 from rille.serve.pages import Copy
 from rille.serve.retention import Retention
-from rille.serve.schema import MissReason
 from rille.serve.store import Entry, Store
 from rille.serve.tier import Tier
-
-
-@dataclass(eq=False, slots=True)
-class Holding:
-    """What one sequence has in the pool.
-
-    length: tokens whose latents and state are there. state: pages of the state that moves along, by group. shared: the
-    first pages of latents, which others may have too. registered: tokens that others can find. pinned: what the copies
-    of this step read; pending: checkpoints whose copies have not landed; made: checkpoints that it went on from or
-    left; moving: the one that the next of the reply replaces. reach: tokens that its state has consumed when all that
-    was launched is over, if more than `length`. is_private: of two versions of the weights, so nothing may match.
-    """
-
-    chain: Chain
-    length: int = 0
-    latents: list[Entry] = field(default_factory=list)
-    state: tuple[int, ...] = ()
-    shared: int = 0
-    registered: int = 0
-    pinned: list[Entry] = field(default_factory=list)
-    pending: list[Entry] = field(default_factory=list)
-    made: list[Entry] = field(default_factory=list)
-    moving: Entry | None = None
-    reach: int = 0
-    is_private: bool = False
-
-
-@dataclass(frozen=True)
-class Admission:
-    """copies: to be carried out before the sequence runs; clear: pages of a state that begins with zeros; fork: how far
-    the prompt was there before, where that is worth a checkpoint."""
-
-    holding: Holding
-    resumed: int
-    copies: tuple[Copy, ...]
-    clear: tuple[int, ...]
-    fork: int
-
-
-@dataclass
-class CacheCounts:
-    """Totals in tokens, queries = hits + misses. latent_hits: with latents there, whether used or not; external: of the
-    hits those that came from the tier."""
-
-    queries: int = 0
-    hits: int = 0
-    latent_hits: int = 0
-    external: int = 0
-    misses: dict[MissReason, int] = field(
-        default_factory=lambda: {"cold": 0, "evicted": 0, "no_checkpoint": 0, "below_unit": 0, "draft": 0}
-    )
 
 
 class PrefixCache:
@@ -106,11 +56,16 @@ class PrefixCache:
         return -(-tokens // self.page_tokens) + self.groups
 
     def cost(self, chain: Chain) -> int:
-        """Pages that a sequence takes out of what is available, from its admission to the end of its chain."""
-        match = self.lookup(chain)
-        whole = match.resumed // self.page_tokens
-        pinned = [entry for entry in match.latents[:whole] if isinstance(entry, Entry)]
-        return self.pages_for(len(chain)) - whole + sum(len(e.pages) for e in pinned if not e.refs)
+        """Pages that a sequence takes out of what is available, from its admission to the end of its chain; those among
+        them that are only read at its admission, to be copied."""
+        inside = self._cost(chain, self.lookup(chain))
+        return inside if self.store.tier is None else max(inside, self._cost(chain, self.lookup(chain, external=True)))
+
+    def _cost(self, chain: Chain, match: Match) -> int:
+        whole = match.latents[: match.resumed // self.page_tokens]
+        pinned = [entry for entry in (*match.latents, match.checkpoint) if isinstance(entry, Entry)]
+        shared = sum(isinstance(source, Entry) for source in whole)
+        return self.pages_for(len(chain)) - shared + sum(len(e.pages) for e in pinned if not e.refs)
 
     def describe(self) -> list[str]:
         """Sizes, the least prefix that can be used again, and the retention."""
@@ -129,21 +84,21 @@ class PrefixCache:
 
     # --- a sequence comes ---
 
-    def admit(self, chain: Chain, *, counted: bool = True, cold: bool = False) -> Admission | None:
+    def admit(self, chain: Chain, *, counted: bool = True, alone: bool = False) -> Admission | None:
         """Take a sequence in, at the deepest place where it can go on. None where the pool has too few pages now; then
         nothing has changed.
 
-        counted: False for one that was counted before. cold: begin at its first token, which needs fewer pages at once
-        than to copy a checkpoint; for a sequence that fits in no other way.
+        counted: False for one that was counted before. alone: what would be copied is taken over, for a sequence beside
+        which there is no room for a copy; it then fits wherever all of its chain does.
         """
-        inside = Match((), 0, None, 0) if cold else self.lookup(chain)
-        match = self.lookup(chain, external=True) if self.store.tier is not None and not cold else inside
+        inside = self.lookup(chain)
+        match = self.lookup(chain, external=True) if self.store.tier is not None else inside
         if match.resumed == inside.resumed:
             match = inside
-        taken = self._take_in(chain, match)
+        taken = self._take_in(chain, match, alone)
         if taken is None and match is not inside:
             match = inside = self.lookup(chain)  # again: room was made for the other one
-            taken = self._take_in(chain, match)
+            taken = self._take_in(chain, match, alone)
         if taken is None:
             return None
         holding, copies = taken
@@ -154,32 +109,40 @@ class PrefixCache:
         clear = holding.state if match.resumed == 0 else ()
         return Admission(holding, match.resumed, tuple(copies), clear, self._fork(chain, match.resumed, seen))
 
-    def _take_in(self, chain: Chain, match: Match) -> tuple[Holding, list[Copy]] | None:
+    def _take_in(self, chain: Chain, match: Match, alone: bool) -> tuple[Holding, list[Copy]] | None:
         """Pin, allocate, and say what must be copied; all or nothing."""
         whole = match.resumed // self.page_tokens
         own = [place for place, source in enumerate(match.latents) if place >= whole or isinstance(source, bytes)]
         pinned = [entry for entry in (*match.latents, match.checkpoint) if isinstance(entry, Entry)]
+        sources = [*(match.latents[place] for place in own), match.checkpoint]
+        spent = [source for source in sources if alone and isinstance(source, Entry) and not source.refs]
         for entry in pinned:
             self.store.pin(entry)
-        pages = self.store.allocate(self.groups + len(own))
+        pages = self.store.allocate(self.groups + len(own) - sum(len(entry.pages) for entry in spent))
         names = [name for name in (*match.latents, match.checkpoint) if isinstance(name, bytes)]
         if pages is None or not self._are_outside(names):
             self.store.pool.give(pages or ())
             for entry in pinned:
                 self.store.unpin(entry)
             return None
-        holding = Holding(chain, match.resumed, state=tuple(pages[: self.groups]))
+        for entry in spent:
+            self.store.withdraw(entry)
+        fresh, copies = iter(pages), []
+        is_spent = match.checkpoint in spent
+        state = match.checkpoint.pages if isinstance(match.checkpoint, Entry) and is_spent else None
+        holding = Holding(chain, match.resumed, state=state or tuple(islice(fresh, self.groups)))
         holding.shared = own[0] if own else len(match.latents)
         holding.registered = holding.shared * self.page_tokens
-        fresh, copies = iter(pages[self.groups :]), []
         for place, source in enumerate(match.latents):
-            if place in own:
-                copies += self._own_page(holding, source, next(fresh), match.resumed)
-            else:
+            if place not in own:
                 assert isinstance(source, Entry)
                 source.uses += 1
                 holding.latents.append(source)
-        return holding, copies + self._own_state(holding, match.checkpoint)
+            elif isinstance(source, Entry) and source in spent:
+                holding.latents.append(Entry(source.pages, (place + 1) * self.page_tokens))
+            else:
+                copies += self._own_page(holding, source, next(fresh), match.resumed)
+        return holding, copies + self._own_state(holding, None if is_spent else match.checkpoint)
 
     def _are_outside(self, names: list[bytes]) -> bool:
         """Whether the tier still has them all: what an allocation evicts may have taken their place there."""

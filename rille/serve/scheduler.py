@@ -226,7 +226,8 @@ class Scheduler:
         self.num_preempted += 1
         if holding.is_private:  # it is computed again with one version
             sequence.chain = sequence.chain.under(self.version)
-        if self.park is None or holding.pinned or holding.is_private:
+        is_begun = not (holding.pinned or sequence.clear)  # else its state is still to be copied, or cleared
+        if self.park is None or not is_begun or holding.is_private:
             self.cache.release(holding)
         elif park(self.cache, holding, self.park, _name(sequence)):
             sequence.parked_at = holding.length
@@ -286,7 +287,7 @@ class Scheduler:
         fits = self.cache.cost(sequence.chain) <= self.cache.available - self._promised()
         if not fits and not is_alone:
             return False
-        admission = self.cache.admit(sequence.chain, counted=sequence.cached is None, cold=not fits)
+        admission = self.cache.admit(sequence.chain, counted=sequence.cached is None, alone=not fits)
         assert admission is not None or not is_alone, "a sequence that was taken does not fit the empty pool"
         if admission is None:
             return False

@@ -189,21 +189,6 @@ def test_a_failed_admission_changes_nothing():
     assert engine.serve(ids(40)) == 32
 
 
-def test_what_fits_only_without_the_cache_runs_without_it():
-    """The checkpoint, the pages that match and a state of its own are more than the pool has; the sequence is not."""
-    engine = FakeEngine(7, 16, 3, retention=Retention(interval=0))
-    one = engine.admit(ids(40))
-    engine.consume(one.holding, 16, save=True)
-    engine.cache.release(one.holding)
-    prompt = ids(64)
-    assert engine.cache.lookup(Chain(prompt, UNIT)).resumed == 16
-    engine.cache.store.pool.take(2)  # two more are in use elsewhere
-    assert engine.admit(prompt) is None
-    cold = engine.cache.admit(Chain(prompt[:32], UNIT), cold=True)
-    engine.memory.begin(cold)
-    assert cold.resumed == 0 and engine.consume(cold.holding, 32)
-
-
 # --- what counts as the same ---
 
 
