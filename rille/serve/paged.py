@@ -77,12 +77,12 @@ class Pages:
 
     def clear(self, pages: Sequence[int]) -> None:
         """Pages of states that begin with zeros."""
-        if pages:
-            self.bytes.view(torch.int64)[self._index(pages)] = 0
+        if pages:  # (an assignment would bring the number to a GPU, and wait)
+            self.bytes.view(torch.int64).index_fill_(0, self._index(pages), 0)
 
     def poison(self, pages: Sequence[int]) -> None:
         if pages:
-            self.bytes[self._index(pages)] = POISON
+            self.bytes.index_fill_(0, self._index(pages), POISON)
 
     def read(self, page: int) -> Tensor:
         """A page's content in host memory."""
