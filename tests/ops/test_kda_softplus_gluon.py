@@ -62,9 +62,8 @@ def in_bf16(inputs: Inputs, last: Last) -> tuple[Inputs, Last]:
 
 @pytest.fixture
 def tiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last kernel is the Gluon one, whose programs have several chunks each; without a card it is run by Python."""
+    """The last kernel is the Gluon one; without a card its launches are run by Python."""
     monkeypatch.setattr(kernels, "SOFTPLUS_TILED", True)
-    monkeypatch.setattr(kernels, "multiprocessors", lambda device: 2 if INTERPRET else 5)
     if INTERPRET:
         *_, copy = kernels_of(monkeypatch, intra_gluon, backward_local_gluon, backward_softplus_gluon)
 

@@ -244,8 +244,7 @@ def local(
         from rille.ops.kda.backward_softplus_gluon import softplus_tile_kernel
 
         ones = ones_of_tile(q_NHK.device, dtype)
-        programs = min(M * H, multiprocessors(q_NHK.device))
-        launch(softplus_tile_kernel, programs, (*arguments[:9], ones, *arguments[10:], M * H), H=H, num_warps=8)
+        launch(softplus_tile_kernel, M * H, (*arguments[:9], ones, *arguments[10:]), H=H, num_warps=8)
     else:
         shape = dict(H=H, K=K, V=V, BV=min(V, 128), BOUNDED=bounded, **types(dtype), num_warps=K // 16)
         launch(local_kernel, M * H, arguments, **shape)

@@ -13,16 +13,11 @@ one sum. Between the tiles of a half their border is the origin of rows and colu
         + over (dA_16^T (q up) + dAk_16^T (k up)) + w (dAk_32 (k w) + dAk_32^T (k w) + dA_32^T (q w))
 
 with dA_8, dA_16, dA_32 the pairs whose least common block has 8, 16 or 32 rows: parts of the registers that hold dA.
-Rows and columns of dA_32 are different tiles, and dA_8, dA_16 are zero between tiles, so products are of tiles, and of
-blocks of 8 columns where a kind has no others. Each exponent is a sum of g that begins at its own origin, by a product
-with ones: no difference of long sums.
+Rows and columns of dA_32 are different tiles, and dA_8, dA_16 are zero between tiles, so products are of tiles. Each
+exponent is a sum of g that begins at its own origin, by a product with ones: no difference of long sums.
 
 What a token leaves in the state after the chunk stays out of dG: only later tokens decay it, and a sum that took it
 back would keep its rounding. A decay that was cut off passes no gradient.
-
-As many programs run as there are multiprocessors, each one chunk and head after another. What the next one reads is
-asked for as soon as its place in shared memory is free: states and rows with value channels while half a's pairs are
-still to come, rows with key channels at the end.
 """
 
 # The kernels' language is compiled by Triton; a type checker reads it as Python and objects.
@@ -62,7 +57,6 @@ from rille.ops.kda.backward_local_gluon import (
 )
 from rille.ops.kda.intra_gluon import LOG2E, SHUT, exp2, leading_bits, reciprocal, softplus_decay
 
-FLAT: gl.constexpr = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 PRIVATE: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))  # fp32, rows of 32
 
 
@@ -73,17 +67,16 @@ def by(x, y, sums):
 
 
 @gluon.jit
-def halves_of(x):
-    """Rows [channels, 2 R] as two times R."""
-    R: gl.constexpr = x.shape[1] // 2
-    first, second = gl.split(gl.reshape(x, [128, 2, R]).permute((0, 2, 1)))
+def tiles_of(x):
+    """[channels, 32] as two tiles of 16 rows."""
+    first, second = gl.split(gl.reshape(x, [128, 2, 16]).permute((0, 2, 1)))
     return gl.convert_layout(first, TALL, assert_trivial=True), gl.convert_layout(second, TALL, assert_trivial=True)
 
 
 @gluon.jit
-def joined(first, second):
-    R: gl.constexpr = first.shape[1]
-    x = gl.reshape(gl.join(first, second).permute((0, 2, 1)), [128, 2 * R])
+def half_of(first, second):
+    """Two tiles as one half."""
+    x = gl.reshape(gl.join(first, second).permute((0, 2, 1)), [128, 32])
     return gl.convert_layout(x, TALL, assert_trivial=True)
 
 
@@ -102,24 +95,21 @@ def squares_of(y):
 
 
 @gluon.jit
-def columns_of(y):
-    """y [16, 16] for the first block of 8 columns and the second."""
-    first, second = gl.split(gl.reshape(y, [16, 2, 8]).permute((0, 2, 1)))
-    return gl.convert_layout(first, RIGHT, assert_trivial=True), gl.convert_layout(second, RIGHT, assert_trivial=True)
-
-
-@gluon.jit
-def in_block(y, BLOCK_OF_8: gl.constexpr):
-    """y [16, 8] in one of its two blocks of rows, else 0. A register holds parts of one block: nothing is compared."""
+def in_block(y, SIZE: gl.constexpr):
+    """y [16, 16] at pairs whose least common block of 8 or 16 rows has SIZE rows, else 0. Registers hold parts of one
+    block, so this costs nothing."""
     row = gl.arange(0, 16, gl.SliceLayout(1, RIGHT))[:, None]
-    column = gl.arange(0, 8, gl.SliceLayout(0, RIGHT))[None, :]
-    return gl.where((row + 0 * column) // 8 == BLOCK_OF_8, y, gl.zeros([16, 8], gl.bfloat16, RIGHT))
+    column = gl.arange(0, 16, gl.SliceLayout(0, RIGHT))[None, :]
+    picked = (row ^ column) < 8
+    if SIZE == 16:
+        picked = (row ^ column) >= 8
+    return gl.where(picked, y, gl.zeros([16, 16], gl.bfloat16, RIGHT))
 
 
 @gluon.jit
 def exponents(high, low, ones):
-    """[channels, columns]: sums of g = high + low [channels, 16] over the rows that a column of ones has."""
-    return by(high, ones, by(low, ones, gl.zeros([128, ones.shape[1]], gl.float32, TALL)))
+    """[channels, 16]: sums of g = high + low over the rows that a column of ones has."""
+    return by(high, ones, by(low, ones, gl.zeros([128, 16], gl.float32, TALL)))
 
 
 @gluon.jit
@@ -135,38 +125,26 @@ def sums_of_rows(x, ones, PIECES: gl.constexpr):
 
 @gluon.jit
 def pairs_of_tile(dq, dk, dG, q, k, high, low, squares, middle, beyond):
-    """Adds to dq, dk, dG [channels, 16] what the pairs inside a tile give. squares: dA, dAk and both transposed, zero
-    where a row is not after its column. So rows of the first block meet columns of that one alone; those of the second
-    take k over there, and k down in their own."""
+    """Adds to dq, dk, dG [channels, 16] what the pairs inside a tile give. squares: dA, dAk and both transposed."""
     da, dak, da_turned, dak_turned = squares
-    zero = gl.zeros([128, 8], gl.float32, TALL)
+    zero = gl.zeros([128, 16], gl.float32, TALL)
     x = exponents(high, low, middle)
     over = exp2(exponents(high, low, beyond))
     up, down = exp2(x), exp2(-x)
-    k_down = bf16(k * down)
-    k_first, _ = halves_of(k)
-    _, down_second = halves_of(k_down)
-    k_over = bf16(k_first * over)
-    k_mixed = joined(k_over, down_second)
+    k_down, k_over = bf16(k * down), bf16(k * over)
     q_up, k_up = bf16(q * up), bf16(k * up)
-    first, second = columns_of(da_turned)
-    sums = joined(by(k_down, first, zero), by(k_mixed, second, zero))
+    sums = by(k_over, in_block(da_turned, 16), by(k_down, in_block(da_turned, 8), zero))
     dG += wide(q_up) * sums
     dq += sums * up
-    first, second = columns_of(dak_turned)
-    sums = joined(by(k_down, first, zero), by(k_mixed, second, zero))
+    sums = by(k_over, in_block(dak_turned, 16), by(k_down, in_block(dak_turned, 8), zero))
     dG += wide(k_up) * sums
     dk += sums * up
-    first, second = columns_of(da)
-    k_block, k_second = columns_of(dak)
-    sums = by(k_up, in_block(k_block, 0), by(q_up, in_block(first, 0), zero))
-    sums = joined(sums, by(k_up, k_second, by(q_up, second, zero)))
+    sums = by(k_up, in_block(dak, 8), by(q_up, in_block(da, 8), zero))
     dG -= wide(k_down) * sums
     dk += sums * down
-    sums = by(k_up, in_block(k_block, 1), by(q_up, in_block(first, 1), zero))
-    dG_first, dG_second = halves_of(dG)
-    dk_first, dk_second = halves_of(dk)
-    return dq, joined(dk_first + sums * over, dk_second), joined(dG_first - wide(k_over) * sums, dG_second)
+    sums = by(k_up, in_block(dak, 16), by(q_up, in_block(da, 16), zero))
+    dG -= wide(k_over) * sums
+    return dq, dk + sums * over, dG
 
 
 @gluon.jit
@@ -174,11 +152,11 @@ def pairs_of_half(dq, dk, dG, q, k, digits, w_first, w_second, da_s, dak_s, ones
     """Adds to dq, dk, dG what the pairs inside a half give; returns dG tile by tile. w: the decay between a row and the
     border of the tiles."""
     high_first, low_first, high_second, low_second = digits
-    dq_first, dq_second = halves_of(dq)
-    dk_first, dk_second = halves_of(dk)
-    dG_first, dG_second = halves_of(dG)
-    q_first, q_second = halves_of(q)
-    k_first, k_second = halves_of(k)
+    dq_first, dq_second = tiles_of(dq)
+    dk_first, dk_second = tiles_of(dk)
+    dG_first, dG_second = tiles_of(dG)
+    q_first, q_second = tiles_of(q)
+    k_first, k_second = tiles_of(k)
     zero = gl.zeros([128, 16], gl.float32, TALL)
     da_first, da_second, da, _ = squares_of(da_s.load(RIGHT))
     dak_first, dak_second, dak, _ = squares_of(dak_s.load(RIGHT))
@@ -206,7 +184,7 @@ def pairs_of_half(dq, dk, dG, q, k, digits, w_first, w_second, da_s, dak_s, ones
     dq_second, dk_second, dG_second = pairs_of_tile(
         dq_second, dk_second, dG_second, q_second, k_second, high_second, low_second, squares, middle, beyond
     )  # fmt: skip
-    return joined(dq_first, dq_second), joined(dk_first, dk_second), dG_first, dG_second
+    return half_of(dq_first, dq_second), half_of(dk_first, dk_second), dG_first, dG_second
 
 
 @gluon.jit
@@ -222,8 +200,8 @@ def digits_of(decay_s):
     """The leading 8 bits of the decay and the next 8, of both tiles of a half."""
     g = decay_s.load(TALL)
     high = leading_bits(g)
-    first, second = halves_of(bf16(high))
-    low_first, low_second = halves_of(bf16(g - high))
+    first, second = tiles_of(bf16(high))
+    low_first, low_second = tiles_of(bf16(g - high))
     return first, low_first, second, low_second
 
 
@@ -233,52 +211,21 @@ def put_dz(dg, z_s, decay_s, bias, rate, unit, pointer, stride: gl.constexpr, co
     g = decay_s[HALF].load(TALL)
     x = turned(z_s[HALF]) + bias
     row = 32 * HALF + gl.arange(0, 32, ROW)[None, :]
-    dg = gl.where(g > -SHUT, dg, 0.0)  # where there is no token g is 0
-    dz = dg * gl.where(row < count, rate * -unit, 0.0) * reciprocal(1.0 + exp2(x * -LOG2E))
+    dg = gl.where((row < count) & (g > -SHUT), dg * unit, 0.0)
+    dz = dg * (-rate * reciprocal(1.0 + exp2(gl.minimum(x * -LOG2E, 126.0))))
     put_rows(pointer, dz, stride, count, HALF)
-    return gl.sum(dz, 1), gl.sum(dg * g, 1) * (unit * 0.6931471805599453)
-
-
-@gluon.jit
-def fetch_values(tiles, pointers, strides, item, first, count, H: gl.constexpr):
-    """Rows with value channels of a chunk and head, its norms, and in a second group its states, to shared memory."""
-    _, state_s, dstate_s, do_s, dv_s, u_s, _, _, _, _, _, asked_s = tiles
-    _, _, _, do_ptr, dv_ptr, u_ptr, states_ptr, dstates_ptr, norms_ptr = pointers
-    _, _, _, do_stride = strides
-    token, out, h = first.to(gl.int64), item.to(gl.int64), item % H
-    fetch_blocks(do_s, do_ptr + (token * do_stride + h * 128), do_stride, count)
-    fetch_blocks(u_s, u_ptr + out * (64 * 128), 128, 64)
-    fetch_blocks(dv_s, dv_ptr + (token * (H * 128) + h * 128), H * 128, count)
-    here = norms_ptr + (out * 256 + gl.arange(0, 256, FLAT))
-    async_copy.async_copy_global_to_shared(asked_s._reinterpret(gl.float32, [256], LINE), here)
-    async_copy.commit_group()
-    fetch_state(state_s, states_ptr + out * (128 * 128))
-    fetch_state(dstate_s, dstates_ptr + out * (128 * 128))
-    async_copy.commit_group()
-
-
-@gluon.jit
-def fetch_keys(tiles, z_s, k_s, pointers, strides, item, first, count, H: gl.constexpr):
-    """Its rows with key channels."""
-    q_ptr, k_ptr, z_ptr, _, _, _, _, _, _ = pointers
-    q_stride, k_stride, z_stride, _ = strides
-    token, h = first.to(gl.int64), item % H
-    fetch_rows(z_s, z_ptr + (token * z_stride + h * 128), z_stride, count)
-    fetch_rows(k_s, k_ptr + (token * k_stride + h * 128), k_stride, count)
-    fetch_rows(tiles[0], q_ptr + (token * q_stride + h * 128), q_stride, count)
-    async_copy.commit_group()
+    return gl.sum(dz, 1), gl.sum(dg * g, 1) * 0.6931471805599453
 
 
 @gluon.jit
 def gradients_of_half(
-    digits, k, between, tiles, totals, before, behind, places, upcoming, unit, scale, count,
-    H: gl.constexpr, LATE: gl.constexpr,
+    digits, k, between, tiles, totals, before, behind, places, unit, scale, count, H: gl.constexpr, LATE: gl.constexpr
 ):  # fmt: skip
     """dq, dk and db of a half to memory. between: k c of half a for the second half; for the first k c too, and what
     the second gave it. totals: decays of this half's tiles; before, behind: from the chunk's start to this half's and
     from this half's end to the chunk's, [channels, 1]. Returns what a token's decay takes from pairs and states in this
     half, the sum of dG over rows, that of what they leave after the chunk, and what half a is given."""
-    q_s, state_s, dstate_s, do_s, dv_s, u_s, pairs_s, numbers_s, own_s, along_s, ones_s, _ = tiles
+    q_s, state_s, dstate_s, do_s, dv_s, u_s, pairs_s, numbers_s, own_s, along_s, ones_s = tiles
     dq_ptr, dk_ptr, db_ptr = places
     high_first, low_first, high_second, low_second = digits
     t_first, t_second = totals
@@ -288,23 +235,19 @@ def gradients_of_half(
     beta = numbers_s.index(4 + HALF).load(ROW)[None, :]
     to_end = ones_s[1].permute((1, 0)).load(RIGHT)
     w_first = exp2(exponents(high_first, low_first, to_end))
-    c = joined(w_first * exp2(t_second), exp2(exponents(high_second, low_second, to_end)))
+    c = half_of(w_first * exp2(t_second), exp2(exponents(high_second, low_second, to_end)))
     end = times_state(dstate_s, u_s, HALF) * (c * (exp2(behind) * per_unit) * beta)
-    first, second = halves_of(k * end)
+    first, second = tiles_of(k * end)
     left_first, left = gl.sum(first, 1)[:, None], gl.sum(second, 1)[:, None]
     earlier = ones_s[1].load(RIGHT)
     dg_first, dg_second = sums_of_rows(first, earlier, 2), sums_of_rows(second, earlier, 2) + left_first
     left += left_first
     from_start = ones_s[0].permute((1, 0)).load(RIGHT)
     w_second = exp2(exponents(high_second, low_second, from_start))
-    r = joined(exp2(exponents(high_first, low_first, from_start)), w_second * exp2(t_first))
+    r = half_of(exp2(exponents(high_first, low_first, from_start)), w_second * exp2(t_first))
     start = r * (exp2(before) * per_unit)
     dq = times_state(state_s, do_s, HALF) * start
     dk = times_state(state_s, dv_s, HALF) * -start
-    if not LATE:
-        pointers, strides, item, first, there = upcoming
-        gl.thread_barrier()  # nothing more is read of states and rows of values
-        fetch_values(tiles, pointers, strides, item, first, there, H)
     q_norm = numbers_s.index(HALF).load(ROW)[None, :]
     q = turned(q_s[HALF]) * (q_norm * scale)
     dG = q * dq + k * dk
@@ -323,27 +266,26 @@ def gradients_of_half(
         k_c, to_a = between
         dG -= wide(k_c) * to_a
         dk += to_a * c
-    beyond, _ = columns_of(ones_s[3].load(RIGHT))
-    ones = (ones_s[2].load(RIGHT), beyond)
+    ones = (ones_s[2].load(RIGHT), ones_s[3].load(RIGHT))
     da_s, dak_s = pairs_s[2 * HALF], pairs_s[3 + 2 * HALF]
     dq, dk, first, second = pairs_of_half(dq, dk, dG, q, k, digits, w_first, w_second, da_s, dak_s, ones)
     own = own_s.index(HALF).load(ROW)[None, :] * (beta * per_unit)
     dq += own * k
     dk += own * q
-    read = gl.sum(q * dq, 0)[None, :] * (1.0 / (scale * scale))
-    put_rows(dq_ptr, (q_norm * (scale * unit)) * (dq - read * q), H * 128, count, HALF)
-    known = gl.sum(k * dk, 0)
+    read = gl.sum(q * dq, 0)[None, :] * unit
+    put_rows(dq_ptr, (q_norm * scale * unit) * dq - (q_norm * read / scale) * q, H * 128, count, HALF)
+    known = gl.sum(k * dk, 0) * unit
     row = 32 * HALF + gl.arange(0, 32, ROW)
-    twice = known * unit + along_s.index(HALF).load(ROW)
+    twice = known + along_s.index(HALF).load(ROW)
     db = twice * (0.5 - 0.5 * numbers_s.index(4 + HALF).load(ROW))
     gl.store(db_ptr + row * H, db.to(db_ptr.dtype.element_ty), mask=row < count)
     k_norm = numbers_s.index(2 + HALF).load(ROW)[None, :]
-    put_rows(dk_ptr, (k_norm * unit) * (dk - known[None, :] * k), H * 128, count, HALF)
+    put_rows(dk_ptr, k_norm * (unit * dk - k * known[None, :]), H * 128, count, HALF)
     later = ones_s[0].load(RIGHT)
     after = gl.sum(second, 1)[:, None]
     dg_first += sums_of_rows(first, later, 3) + after
     dg_second += sums_of_rows(second, later, 3)
-    return joined(dg_first, dg_second), after + gl.sum(first, 1)[:, None], left, to_a
+    return half_of(dg_first, dg_second), after + gl.sum(first, 1)[:, None], left, to_a
 
 
 @gluon.jit
@@ -376,10 +318,15 @@ def softplus_tile_kernel(
     do_stride,
     lower_bound,
     scale,
-    items,  # chunks times heads; a program takes every so-manyth
     H: gl.constexpr,
     num_warps: gl.constexpr,
 ):
+    program = gl.program_id(0)
+    h = program % H
+    start = gl.load(spans_ptr + 2 * (program // H))
+    count = gl.load(spans_ptr + 2 * (program // H) + 1)
+    token = start.to(gl.int64)
+    out = program.to(gl.int64)
     do_s = buffers(4, 32, 64, TILE)
     dv_s = buffers(4, 32, 64, TILE)
     u_s = buffers(4, 32, 64, TILE)
@@ -390,79 +337,70 @@ def softplus_tile_kernel(
     dstate_s = buffers(2, 64, 128, TILE)
     pairs_s = buffers(6, 32, 32, SMALL)
     ones_s = buffers(4, 16, 16, SMALL)
-    decay_a_s = gl.allocate_shared_memory(gl.float32, [128, 32], PRIVATE)
-    decay_s = (decay_a_s, gl.allocate_shared_memory(gl.float32, [128, 32], PRIVATE))
-    asked_s = gl.allocate_shared_memory(gl.float32, [8, 32], LINE)  # norms of q, of k, beta: a and b of each
-    numbers_s = gl.allocate_shared_memory(gl.float32, [8, 32], LINE)  # the same, of the chunk in work
+    decay_s = ()
+    for _ in gl.static_range(2):
+        decay_s = decay_s + (gl.allocate_shared_memory(gl.float32, [128, 32], PRIVATE),)
+    numbers_s = gl.allocate_shared_memory(gl.float32, [8, 32], LINE)  # norms of q, of k, beta: a and b of each
     own_s = gl.allocate_shared_memory(gl.float32, [2, 32], LINE)
     along_s = gl.allocate_shared_memory(gl.float32, [2, 32], LINE)
-    tiles = (q_s, state_s, dstate_s, do_s, dv_s, u_s, pairs_s, numbers_s, own_s, along_s, ones_s, asked_s)
-    pointers = (q_ptr, k_ptr, z_ptr, do_ptr, dv_ptr, u_ptr, states_ptr, dstates_ptr, norms_ptr)
-    strides = (q_stride, k_stride, z_stride, do_stride)
+    fetch_blocks(do_s, do_ptr + (token * do_stride + h * 128), do_stride, count)
+    fetch_blocks(u_s, u_ptr + out * (64 * 128), 128, 64)
+    fetch_blocks(dv_s, dv_ptr + (token * (H * 128) + h * 128), H * 128, count)
+    FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
+    each = gl.arange(0, 256, FLAT)
+    async_copy.async_copy_global_to_shared(
+        numbers_s._reinterpret(gl.float32, [256], LINE), norms_ptr + (out * 256 + each)
+    )  # fmt: skip
+    async_copy.commit_group()
+    fetch_rows(z_s, z_ptr + (token * z_stride + h * 128), z_stride, count)
+    fetch_rows(k_s, k_ptr + (token * k_stride + h * 128), k_stride, count)
     row, column = gl.arange(0, 16, gl.SliceLayout(1, BLOCK))[:, None], gl.arange(0, 16, gl.SliceLayout(0, BLOCK))
     for n in gl.static_range(4):
         here = ones_ptr + (256 * n + row * 16 + column[None, :])
         async_copy.async_copy_global_to_shared(ones_s[n], here)
-    program = gl.program_id(0)
-    first = gl.load(spans_ptr + 2 * (program // H))
-    there = gl.load(spans_ptr + 2 * (program // H) + 1)
-    fetch_values(tiles, pointers, strides, program, first, there, H)
-    fetch_keys(tiles, z_s, k_s, pointers, strides, program, first, there, H)
+    fetch_state(state_s, states_ptr + out * (128 * 128))
+    fetch_state(dstate_s, dstates_ptr + out * (128 * 128))
+    fetch_rows(q_s, q_ptr + (token * q_stride + h * 128), q_stride, count)
+    async_copy.commit_group()
     channel = gl.arange(0, 128, CHANNEL)
-    for further in range(0, items - program, gl.num_programs(0)):
-        item = program + further
-        h = item % H
-        start = gl.load(spans_ptr + 2 * (item // H))
-        count = gl.load(spans_ptr + 2 * (item // H) + 1)
-        token = start.to(gl.int64)
-        out = item.to(gl.int64)
-        following = gl.minimum(item + gl.num_programs(0), items - 1)  # of the last item nobody waits for what it asks
-        following_start = gl.load(spans_ptr + 2 * (following // H))
-        following_count = gl.load(spans_ptr + 2 * (following // H) + 1)
-        rate = exp2(gl.load(A_log_ptr + h).to(gl.float32) * LOG2E)
-        bias = gl.load(dt_bias_ptr + h * 128 + channel)[:, None]
-        at_totals = totals_ptr + (out * 512 + channel)
-        t0, t1 = gl.load(at_totals)[:, None], gl.load(at_totals + 128)[:, None]
-        t2, t3 = gl.load(at_totals + 256)[:, None], gl.load(at_totals + 384)[:, None]
-        v = rows_of(v_ptr + (token * v_stride + h * 128), v_stride, count)
+    rate = exp2(gl.load(A_log_ptr + h).to(gl.float32) * LOG2E)
+    bias = gl.load(dt_bias_ptr + h * 128 + channel)[:, None]
+    at_totals = totals_ptr + (out * 512 + channel)
+    t0, t1 = gl.load(at_totals)[:, None], gl.load(at_totals + 128)[:, None]
+    t2, t3 = gl.load(at_totals + 256)[:, None], gl.load(at_totals + 384)[:, None]
 
-        async_copy.wait_group(2)
-        gl.thread_barrier()
-        numbers_s._reinterpret(gl.float32, [256], LINE).store(
-            asked_s._reinterpret(gl.float32, [256], LINE).load(FLAT)
-        )  # fmt: skip
-        unit = pairs_of_rows(do_s, dv_s, u_s, v, asked_s, own_s, along_s, pairs_s)
-        async_copy.wait_group(0)
-        gl.thread_barrier()
-        at = token * (H * 128) + h * 128
-        places = (dq_ptr + at, dk_ptr + at, db_ptr + (token * H + h))
-        through = along_channels(state_s, dstate_s)[:, None] * (exp2(t0 + t1 + t2 + t3) / unit)
-        none = t0 * 0.0
+    v = rows_of(v_ptr + (token * v_stride + h * 128), v_stride, count)
 
-        keep_decay(decay_s, z_s, bias, rate, count, 0)
-        keep_decay(decay_s, z_s, bias, rate, count, 1)
-        digits = digits_of(decay_s[0])
-        to_end = ones_s[1].permute((1, 0)).load(RIGHT)
-        c = exp2(exponents(digits[0], digits[1], to_end)) * exp2(t1)
-        k = turned(k_s[0]) * numbers_s.index(2).load(ROW)[None, :]
-        k_c = bf16(k * joined(c, exp2(exponents(digits[2], digits[3], to_end))))
-        upcoming = (pointers, strides, following, following_start, following_count)
-        k = turned(k_s[1]) * numbers_s.index(3).load(ROW)[None, :]
-        dg_b, after, _left, to_a = gradients_of_half(
-            digits_of(decay_s[1]), k, k_c, tiles, (t2, t3), t0 + t1, none, places, upcoming, unit, scale, count, H, True
-        )  # fmt: skip
-        k = turned(k_s[0]) * numbers_s.index(2).load(ROW)[None, :]
-        dg_a, _after, left, _given = gradients_of_half(
-            digits_of(decay_s[0]), k, (k_c, to_a), tiles, (t0, t1), none, t2 + t3, places, upcoming,
-            unit, scale, count, H, False,
-        )  # fmt: skip
-        dg_a += after + through
-        dg_b += left + through
-
-        bias_a, rate_a = put_dz(dg_a, z_s, decay_s, bias, rate, unit, dz_ptr + at, H * 128, count, 0)
-        bias_b, rate_b = put_dz(dg_b, z_s, decay_s, bias, rate, unit, dz_ptr + at, H * 128, count, 1)
-        gl.store(dbias_ptr + (out * 128 + channel), bias_a + bias_b)
-        gl.store(drate_ptr + (out * 128 + channel), rate_a + rate_b)
-        gl.thread_barrier()
-        fetch_keys(tiles, z_s, k_s, pointers, strides, following, following_start, following_count, H)
+    async_copy.wait_group(1)
+    gl.thread_barrier()
+    unit = pairs_of_rows(do_s, dv_s, u_s, v, numbers_s, own_s, along_s, pairs_s)
     async_copy.wait_group(0)
+    gl.thread_barrier()
+    tiles = (q_s, state_s, dstate_s, do_s, dv_s, u_s, pairs_s, numbers_s, own_s, along_s, ones_s)
+    places = (dq_ptr + (token * (H * 128) + h * 128), dk_ptr + (token * (H * 128) + h * 128), db_ptr + (token * H + h))
+    through = along_channels(state_s, dstate_s)[:, None] * (exp2(t0 + t1 + t2 + t3) / unit)
+    none = t0 * 0.0
+
+    keep_decay(decay_s, z_s, bias, rate, count, 0)
+    keep_decay(decay_s, z_s, bias, rate, count, 1)
+    digits = digits_of(decay_s[0])
+    to_end = ones_s[1].permute((1, 0)).load(RIGHT)
+    c = exp2(exponents(digits[0], digits[1], to_end)) * exp2(t1)
+    k = turned(k_s[0]) * numbers_s.index(2).load(ROW)[None, :]
+    k_c = bf16(k * half_of(c, exp2(exponents(digits[2], digits[3], to_end))))
+    k = turned(k_s[1]) * numbers_s.index(3).load(ROW)[None, :]
+    dg_b, after, _, to_a = gradients_of_half(
+        digits_of(decay_s[1]), k, k_c, tiles, (t2, t3), t0 + t1, none, places, unit, scale, count, H, True
+    )  # fmt: skip
+    k = turned(k_s[0]) * numbers_s.index(2).load(ROW)[None, :]
+    dg_a, _, left, _ = gradients_of_half(
+        digits_of(decay_s[0]), k, (k_c, to_a), tiles, (t0, t1), none, t2 + t3, places, unit, scale, count, H, False
+    )  # fmt: skip
+    dg_a += after + through
+    dg_b += left + through
+
+    dz_ptr += token * (H * 128) + h * 128
+    bias_a, rate_a = put_dz(dg_a, z_s, decay_s, bias, rate, unit, dz_ptr, H * 128, count, 0)
+    bias_b, rate_b = put_dz(dg_b, z_s, decay_s, bias, rate, unit, dz_ptr, H * 128, count, 1)
+    gl.store(dbias_ptr + (out * 128 + channel), bias_a + bias_b)
+    gl.store(drate_ptr + (out * 128 + channel), rate_a + rate_b)

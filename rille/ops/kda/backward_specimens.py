@@ -81,7 +81,7 @@ SPECIMENS = [
     a_pass("reverse_v64", reverse_kernel, 64),
     local_tile("local_tile", local_tile_kernel, 160),
     local_tile("staying_tile", staying_tile_kernel, 400),
-    local_tile("softplus_tile", softplus_tile_kernel, 260),
+    local_tile("softplus_tile", softplus_tile_kernel, 140),
     local("k128", **SPILL),
     local("v64", V=64, **SPILL),
     local("k64", K=64, V=64, **SPILL),
