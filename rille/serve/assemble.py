@@ -16,7 +16,7 @@ from rille.serve.graphs import SIZES, DecodeGraphs
 from rille.serve.limits import SchedulerConfig
 from rille.serve.paged import Pages, layout_of
 from rille.serve.prefix import PrefixCache
-from rille.serve.retention import Retention, unit_for
+from rille.serve.retention import LARGEST_UNIT, Retention, unit_for
 from rille.serve.scheduler import Scheduler
 from rille.serve.settings import EngineConfig
 from rille.serve.speculation import Drafter, MtpDrafter, NgramDrafter
@@ -84,7 +84,11 @@ def new_scheduler(pages: Pages, num_pages: int, config: EngineConfig, max_positi
     """The scheduler over a pool. max_positions: tokens that the checkpoint was made for. Raises ValueError where the
     pool holds not even one token and the next."""
     layout, (tier, park) = pages.layout, new_tiers(pages, config)
-    retention = Retention(interval=config.checkpoint_interval, exact=config.exact_ends and not config.deterministic)
+    retention = Retention(
+        interval=config.checkpoint_interval,
+        exact=config.exact_ends and not config.deterministic,
+        exact_above=LARGEST_UNIT if config.hash_unit is None else 0,
+    )
     unit = config.hash_unit if config.hash_unit is not None else unit_for(layout.page_tokens, layout.groups)
     cache = PrefixCache(num_pages, layout.page_tokens, layout.groups, unit=unit, retention=retention, tier=tier)
     max_length = config.max_length if config.max_length is not None else max_positions

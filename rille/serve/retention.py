@@ -32,7 +32,8 @@ def unit_for(page_tokens: int, groups: int) -> int:
 
 @dataclass(frozen=True)
 class Retention:
-    """interval: tokens between checkpoints in a long prompt, a multiple of the hash unit; 0: none."""
+    """interval: tokens between checkpoints in a long prompt, a multiple of the hash unit; 0: none. exact_above: shorter
+    prompts end at boundaries, where a layer's pass has the state at hand; elsewhere it takes one more call a layer."""
 
     prompt_end: bool = True
     marks: bool = True
@@ -40,6 +41,7 @@ class Retention:
     forks: bool = True
     interval: int = 32_768
     exact: bool = False
+    exact_above: int = 0
 
     def check(self, unit: int) -> None:
         """Raise ValueError for an interval that the hash unit does not divide; any multiple is fine."""
@@ -51,14 +53,14 @@ class Retention:
     def positions(self, length: int, resumed: int, unit: int, marks: Sequence[int], fork: int) -> list[int]:
         """Places above `resumed` at which a prompt of `length` tokens leaves a checkpoint, rising. fork: how far
         it was seen before."""
-        wanted: set[int] = set()
+        wanted, is_exact = set[int](), self.exact and length > max(unit, self.exact_above)
         if self.prompt_end:
             wanted |= {(length - 1) // unit * unit, length // unit * unit}
         if self.marks:
-            wanted |= {mark if self.exact and mark > unit else mark // unit * unit for mark in marks}
+            wanted |= {mark if is_exact and mark > unit else mark // unit * unit for mark in marks}
         if self.forks:
             wanted.add(fork if self.exact else fork // unit * unit)
-        if self.exact and self.prompt_end and length > unit:
+        if is_exact and self.prompt_end:
             wanted.add(length - 1)
         if self.interval:
             wanted |= set(range(self.interval, length + 1, self.interval))

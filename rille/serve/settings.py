@@ -32,7 +32,8 @@ class EngineConfig:
 
     hash_unit: int | None = None
     """Prefixes are found again at multiples of this, itself a multiple of 64.
-    By default 64 to 512, by how much a state of the model takes beside latents: the larger, the fewer are kept."""
+    By default 64 to 512, by how much a state of the model takes beside latents: the larger, the fewer are kept; and
+    prompts up to 512 tokens are found again at these multiples alone, which cost less than exact ends."""
 
     checkpoint_interval: int = 32_768
     """Keep the KDA state of a long prompt every so many tokens (a multiple of hash_unit, 0: never).
