@@ -7,10 +7,10 @@ everything that is timed later is compiled into one cache, fla with all settings
 
 Second half, one process after another and nothing beside it: forward, forward and backward, decode, verify,
 convolution, the most important first. Ours and fla are called in turn in one process. Before fla's time is taken it
-measures all settings of its kernels on the same inputs, each as long as it would by itself, and keeps the best. (Left
-alone it would read from the cache what the first half "measured", where nothing was.) --studies adds single kernels,
-settings that were not chosen, and other numbers of segments. Jobs of the second half that --only names bring those of
-the first that compile for them. Each row is appended to FOLDER/rows.jsonl at once,
+measures all settings of its kernels on the same inputs, each as long as it would by itself (--tuning says otherwise),
+and keeps the best. (Left alone it would read from the cache what the first half "measured", where nothing was.)
+--studies adds single kernels, settings that were not chosen, and other numbers of segments. Jobs of the second half
+that --only names bring those of the first that compile for them. Each row is appended to FOLDER/rows.jsonl at once,
 FOLDER/log.txt has what the processes printed, FOLDER/kda.json everything. The table comes last. A gate that fails is
 named, and the run ends with 1; so does one that did not come to its end.
 
@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -50,7 +51,8 @@ class Child:
         self.name, self.log, self.started = name, scratch / f"{name.replace(' ', '_')}.txt", time.time()
         self.result = self.log.with_suffix(".json")
         command = [sys.executable, __file__, "--out", str(options.folder), "--job", name, "--result", str(self.result)]
-        command += ["--try", options.tried, *([] if options.with_fla else ["--no-fla"])]
+        command += ["--tuning", str(options.tuning), "--try", options.tried]
+        command += [] if options.with_fla else ["--no-fla"]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
@@ -150,7 +152,7 @@ def print_tables(rows: list[dict[str, Any]], errors: list[dict[str, Any]]) -> No
 
 
 def try_settings(words: str) -> None:
-    """Constants of modules of `rille.ops.kda` with other values, "forward.SUBSTITUTED=16,backward.TILED=False"."""
+    """Constants of modules of `rille.ops.kda` with other values, "backward.TILED=False,forward.RING=False"."""
     for word in words.split(",") if words else ():
         place, _, value = word.partition("=")
         module, _, name = place.partition(".")
@@ -185,6 +187,7 @@ def run_all(options: Options, seconds: float, only: str, studies: bool, half: st
     report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d %H:%M")}
     report["versions"] = {name: version(name) for name in ("torch", "triton")}
     report |= {"fla": version("fla-core") if options.with_fla else None, "tried": options.tried}
+    report["tuning ms"] = options.tuning
     for row in rows:
         report.setdefault(row["part"], []).append(row)
     report |= {"errors": errors, "failures": failures, "seconds": time.time() - started}
@@ -202,11 +205,13 @@ def main() -> None:
     parser.add_argument("--studies", action="store_true", help="single kernels and settings that were not chosen, too")
     parser.add_argument("--half", default="", choices=("first", "second"), help="this one alone")
     parser.add_argument("--only", default="", help="jobs of these names or beginnings, by commas")
-    parser.add_argument("--try", dest="tried", default="", help="constants, as in forward.SUBSTITUTED=16, by commas")
+    parser.add_argument("--try", dest="tried", default="", help="constants, as in backward.TILED=False, by commas")
+    parser.add_argument("--tuning", type=int, default=100, help="ms for which fla measures each of its settings")
     parser.add_argument("--job", default="", help="one job alone, in this process")
     parser.add_argument("--result", type=Path, help="where a job writes what it found wrong")
     arguments = parser.parse_args()
-    options = Options(arguments.out, not arguments.no_fla and find_spec("fla") is not None, arguments.tried)
+    options = Options(arguments.out, not arguments.no_fla and find_spec("fla") is not None)
+    options = replace(options, tried=arguments.tried, tuning=arguments.tuning)
     try_settings(options.tried)
     options.folder.mkdir(parents=True, exist_ok=True)
     if not arguments.job:

@@ -71,11 +71,6 @@ def test_twins_agree(K: int, bound: float | None, request: pytest.FixtureRequest
     assert_twins_agree(draw(K, bound), request)
 
 
-def test_substitution_in_tiles_of_16(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    monkeypatch.setattr(kernels, "SUBSTITUTED", 16)
-    assert_twins_agree(draw(128, -5.0), request)
-
-
 @pytest.mark.parametrize("spread", [100.0, 12.0])
 def test_twins_agree_where_the_softplus_gate_shuts(spread: float, request: pytest.FixtureRequest) -> None:
     """Most channels lose all or nothing at each token, and what is measured across a block's middle is largest."""

@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from rille.ops.kda import backward as kernels
-from rille.ops.kda import backward_local_gluon, backward_local_staying, backward_prepare_gluon, intra_gluon
+from rille.ops.kda import backward_local_gluon, backward_prepare_gluon, intra_gluon
 from rille.ops.kda.backward import Gradients, Inputs, local, prepare, reverse, states
 from rille.ops.kda.forward import INTERPRET, intra
 from rille.packing import Packing
@@ -62,11 +62,9 @@ def tiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "TILED", True)
     monkeypatch.setattr(kernels, "TILED_PREPARE", True)
     if INTERPRET:
-        modules = (intra_gluon, backward_local_gluon, backward_local_staying, backward_prepare_gluon)
-        _, last, staying, first = kernels_of(monkeypatch, *modules)
+        _, last, first = kernels_of(monkeypatch, intra_gluon, backward_local_gluon, backward_prepare_gluon)
         copies = {
             backward_local_gluon.local_tile_kernel: last.local_tile_kernel,
-            backward_local_staying.staying_tile_kernel: staying.staying_tile_kernel,
             backward_prepare_gluon.prepare_tile_kernel: first.prepare_tile_kernel,
         }
 
@@ -115,19 +113,6 @@ def test_twins_agree_on_a_card(gate: str, size: float, request: pytest.FixtureRe
     for x, y in zip((*spoilt[:2], *spoilt[3:5]), (*got[:2], *got[3:5]), strict=True):
         assert torch.equal(x[:start], y[:start])
         assert torch.equal(x[start + LENGTHS[6] :], y[start + LENGTHS[6] :])
-
-
-@pytest.mark.parametrize("programs", [1, 4])
-def test_programs_that_stay_give_the_same_bits(
-    programs: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    inputs, last = in_bf16(*draw("random", torch.float32 if INTERPRET else torch.bfloat16))
-    request.getfixturevalue("tiled")
-    wanted = local(inputs, *last)
-    monkeypatch.setattr(kernels, "STAYING", True)
-    monkeypatch.setattr(kernels, "multiprocessors", lambda device: programs)
-    for x, y in zip(local(inputs, *last)[:7], wanted[:7], strict=True):
-        assert isinstance(x, Tensor) and isinstance(y, Tensor) and torch.equal(x, y)
 
 
 @pytest.mark.parametrize("digits", [1, 2])

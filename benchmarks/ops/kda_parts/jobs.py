@@ -49,6 +49,7 @@ class Options:
     folder: Path
     with_fla: bool
     tried: str = ""  # settings that are not the default
+    tuning: int = 100  # ms for which fla measures each of its settings, as by default
 
 
 @contextmanager
@@ -180,7 +181,7 @@ def take_settings(wanted: Callable[[int, bool], bool]) -> None:
         return [1.0] * 3
 
     Autotuner._bench = once
-    driver.active.get_benchmarker = lambda: run
+    tuning_device().get_benchmarker = lambda: run
 
 
 def append(options: Options, part: str, row: dict[str, Any]) -> None:
@@ -255,7 +256,13 @@ def time_train(row: dict[str, Any], options: Options, speed: float) -> None:
         row["fla GiB"] = backward.extra_gib(case.fla)
 
 
+def tuning_device() -> Any:
+    return driver.active
+
+
 def time_group(group: str, options: Options) -> None:
+    bench, active = partial(triton.testing.do_bench, warmup=options.tuning // 4, rep=options.tuning), tuning_device()
+    active.get_benchmarker = lambda: bench
     speed = forward.copy_speed()
     append(options, "copy", {"work": group, "TB/s": speed * 1e-9})
     before = ""

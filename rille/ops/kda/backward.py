@@ -30,8 +30,7 @@ from rille.ops.kda.segment_launch import border_gradients
 from rille.ops.kda.segments import Segments
 from rille.ops.launching import launch, rows_of
 
-TILED, TILED_PREPARE = True, False  # the last and the first kernel in Gluon where they can run, not their Triton twins
-STAYING = False  # programs of the last kernel go from chunk to chunk
+TILED, TILED_PREPARE = True, True  # the last and the first kernel in Gluon where they can run, not their Triton twins
 SOFTPLUS_TILED = False  # likewise for the softplus gate
 
 
@@ -231,12 +230,7 @@ def local(
     )  # fmt: skip
     bounded = inputs.lower_bound is not None
     in_tiles = K == V == 128 and all(for_tma(x) for x in (*inputs[:4], do_NHV))
-    if STAYING and bounded and in_tiles:
-        from rille.ops.kda.backward_local_staying import staying_tile_kernel
-
-        programs = min(M * H, multiprocessors(q_NHK.device))
-        launch(staying_tile_kernel, programs, (*arguments, M * H), H=H, num_warps=8)
-    elif TILED and bounded and in_tiles:
+    if TILED and bounded and in_tiles:
         from rille.ops.kda.backward_local_gluon import local_tile_kernel
 
         launch(local_tile_kernel, M * H, arguments, H=H, num_warps=8)

@@ -85,13 +85,12 @@ def fetch_blocks(smem, pointer, stride, count):
 
 
 @gluon.jit
-def fetch_state(smem, pointer, rows=128):
-    """A state [128, 128] into smem [2, 64, 128]; so many of its rows."""
+def fetch_state(smem, pointer):
+    """A state [128, 128] into smem [2, 64, 128]."""
     value = gl.arange(0, 64, gl.SliceLayout(1, WIDE))[:, None]
     channel = gl.arange(0, 128, gl.SliceLayout(0, WIDE))[None, :]
     for n in gl.static_range(2):
-        here = pointer + ((value + 64 * n) * 128 + channel)
-        async_copy.async_copy_global_to_shared(smem[n], here, (value + 64 * n < rows) & (channel >= 0))
+        async_copy.async_copy_global_to_shared(smem[n], pointer + ((value + 64 * n) * 128 + channel))
 
 
 @gluon.jit
@@ -206,11 +205,6 @@ def rows_of(pointer, stride, count):
         here = pointer + (at * stride + channel + 64 * (n % 2))
         found = found + (gl.load(here, mask=(at < count) & (channel >= 0), other=0.0),)
     return found
-
-
-@gluon.jit
-def pairs_of_chunk(do_s, dv_s, u_s, v_ptr, v_stride, count, numbers_s, own_s, along_s, pairs_s):
-    return pairs_of_rows(do_s, dv_s, u_s, rows_of(v_ptr, v_stride, count), numbers_s, own_s, along_s, pairs_s)
 
 
 @gluon.jit

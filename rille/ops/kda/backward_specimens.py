@@ -10,7 +10,6 @@ from rille.ops.ahead import Specimen
 from rille.ops.kda.backward_kernels import prepare_kernel, reverse_kernel, states_kernel
 from rille.ops.kda.backward_local import local_kernel
 from rille.ops.kda.backward_local_gluon import local_tile_kernel
-from rille.ops.kda.backward_local_staying import staying_tile_kernel
 from rille.ops.kda.backward_prepare_gluon import prepare_tile_kernel
 from rille.ops.kda.backward_softplus_gluon import softplus_tile_kernel
 
@@ -21,7 +20,7 @@ POINTERS = {
     "dinitial_ptr",
     "*i32": "spans_ptr starts_ptr order_ptr",
     "*i64": "first_ptr",
-    "i32": "q_stride k_stride v_stride z_stride o_stride do_stride b_stride tiles items",
+    "i32": "q_stride k_stride v_stride z_stride o_stride do_stride b_stride tiles",
     "fp32": "lower_bound scale",
 }
 TYPES = {name: kind for kind, names in POINTERS.items() for name in names.split()}
@@ -80,7 +79,6 @@ SPECIMENS = [
     a_pass("reverse_v128", reverse_kernel, 128, absent="dfinal_ptr dinitial_ptr"),
     a_pass("reverse_v64", reverse_kernel, 64),
     local_tile("local_tile", local_tile_kernel, 160),
-    local_tile("staying_tile", staying_tile_kernel, 400),
     local_tile("softplus_tile", softplus_tile_kernel, 140),
     local("k128", **SPILL),
     local("v64", V=64, **SPILL),

@@ -34,7 +34,6 @@ from rille.packing import Packing
 TILED = not INTERPRET  # the first kernel in Gluon; where this is False its Triton twin runs
 RING = not INTERPRET  # the same of the state pass
 TILE_REGISTERS = 128  # of a thread in the first kernel: two programs share a multiprocessor
-SUBSTITUTED = 32  # rows of the blocks that the first kernel inverts by substitution, or 16
 KEY_WIDTHS, VALUE_WIDTHS = (64, 128), (64, 128, 256)
 
 
@@ -226,7 +225,7 @@ def launch_tiles(heads: list[Tensor], others: tuple, made: Intra, lower_bound: f
     tiles = (*(heads_of(x, CHUNK, K) for x in heads), *(tiles_of(x, CHUNK) for x in squares))
     numbers = (others[0].stride(0), lower_bound or 0.0, K**-0.5)
     shape = dict(H=H, K=K, BOUNDED=lower_bound is not None, SOLVED=solved, DIGITS=made.t_DMHCC.shape[0])
-    shape |= dict(SUBSTITUTED=SUBSTITUTED, num_warps=K // 16, maxnreg=TILE_REGISTERS)
+    shape |= dict(num_warps=K // 16, maxnreg=TILE_REGISTERS)
     launch(intra_tile_kernel, M * H, (*tiles, *others, *made[3:], *numbers), **shape)
 
 

@@ -382,58 +382,6 @@ def invert(l_s, columns_s, inverses_s, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def inverses_of_tiles(columns, TILES: gl.constexpr):
-    """(I + L)^-1 of the four diagonal tiles of 16 rows, [4, 16, 16]; columns[m] holds column m of each L, [4, 16]."""
-    i = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, TILES)))[None, :][:, :, None]
-    j = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, TILES)))[None, :][:, None, :]
-    x = gl.where(i == j, 1.0, 0.0) + gl.zeros([4, 16, 16], gl.float32, TILES)
-    for m in gl.static_range(15):
-        column = columns.index(m).load(gl.SliceLayout(2, TILES))[:, :, None]
-        x_m = gl.sum(gl.where(i == m, x, -0.0), 1)[:, None, :]  # one register: adding -0.0 changes nothing
-        x = gl.where(i > m, x - column * x_m, x)
-    return x
-
-
-@gluon.jit
-def block_of(square, ROW: gl.constexpr, COLUMN: gl.constexpr, SIZE: gl.constexpr):
-    return square.slice(ROW, SIZE, 0).slice(COLUMN, SIZE, 1)
-
-
-@gluon.jit
-def invert_by_tiles(l_s, columns_s, inverses_s, WARPS: gl.constexpr):
-    """`invert` with substitution in tiles of 16 rows, and merges to 32 and 64; L is zero above the diagonal. Every warp
-    reads every column that is substituted, and half of those of 32 rows are between the tiles."""
-    TILES: gl.constexpr = gl.BlockedLayout([1, 16, 1], [2, 1, 16], [2, 1, WARPS // 2], [2, 1, 0])
-    MERGE: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [2, WARPS // 2], [16, 8])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, MERGE, 2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MERGE, 2)
-    TILE: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [WARPS, 1], [1, 0])
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    PLAIN3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    columns = columns_s._reinterpret(gl.float32, [16, 64], PLAIN)
-    for tile in gl.static_range(4):
-        block = block_of(l_s, 16 * tile, 16 * tile, 16).load(TILE)
-        columns.slice(16 * tile, 16, 1).store(block.permute((1, 0)))
-    columns = columns_s._reinterpret(gl.float32, [16, 4, 16], PLAIN)
-    inverses_s._reinterpret(gl.float32, [4, 16, 16], PLAIN3).store(inverses_of_tiles(columns, TILES))
-    inverses = inverses_s._reinterpret(gl.float32, [4, 16, 16], PLAIN)
-    products = columns_s._reinterpret(gl.float32, [2, 16, 16], PLAIN)
-    zero = gl.zeros([16, 16], gl.float32, MERGE)
-    for half in gl.static_range(2):
-        between = block_of(l_s, 32 * half + 16, 32 * half, 16)
-        products.index(half).store(dot_16_bits(between.load(LEFT), inverses.index(2 * half).load(RIGHT), zero))
-    for tile in gl.static_range(4):
-        block_of(l_s, 16 * tile, 16 * tile, 16).store(inverses.index(tile).load(TILE))
-    for half in gl.static_range(2):
-        merged = dot_16_bits(inverses.index(2 * half + 1).load(LEFT), products.index(half).load(RIGHT), zero)
-        block_of(l_s, 32 * half + 16, 32 * half, 16).store(-merged)
-    zero = gl.zeros([32, 32], gl.float32, MERGE)
-    between, y_s = block_of(l_s, 32, 0, 32), inverses_s._reinterpret(gl.float32, [32, 32], PLAIN)
-    y_s.store(dot_16_bits(between.load(LEFT), block_of(l_s, 0, 0, 32).load(RIGHT), zero))
-    between.store(-dot_16_bits(block_of(l_s, 32, 32, 32).load(LEFT), y_s.load(RIGHT), zero))
-
-
-@gluon.jit
 def intra_tile_kernel(
     q_desc,  # [N, H * K], as k and z
     k_desc,
@@ -456,7 +404,6 @@ def intra_tile_kernel(
     BOUNDED: gl.constexpr,
     SOLVED: gl.constexpr,
     DIGITS: gl.constexpr,
-    SUBSTITUTED: gl.constexpr,  # rows of the blocks that are inverted by substitution
     num_warps: gl.constexpr,
 ):
     R: gl.constexpr = 16 // PARTS
@@ -606,10 +553,7 @@ def intra_tile_kernel(
         fence_async_shared()
         gl.thread_barrier()
         tma.async_copy_shared_to_global(a_desc, [program * 64, 0], a_s)
-        if SUBSTITUTED == 16:
-            invert_by_tiles(l_s, kw_s, qw_s, num_warps)
-        else:
-            invert(l_s, kw_s, qw_s, num_warps)
+        invert(l_s, kw_s, qw_s, num_warps)
         gl.thread_barrier()
         exact = gl.where(i >= j, l_s.load(SQUARE), 0.0)
         t = exact.to(BF16)

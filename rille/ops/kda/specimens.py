@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.experimental.gluon import language as gl
 
 from rille.ops.ahead import Specimen
-from rille.ops.kda.forward import SUBSTITUTED, TILE_REGISTERS
+from rille.ops.kda.forward import TILE_REGISTERS
 from rille.ops.kda.intra import intra_kernel
 from rille.ops.kda.intra_gluon import intra_tile_kernel
 from rille.ops.kda.state_pass import state_pass_kernel
@@ -48,15 +48,13 @@ def intra(
 
 
 def tiles(
-    name: str, K: int = 128, bounded: bool = True, solved: bool = False, digits: int = 1, rows: int = SUBSTITUTED,
-    **limits: Any,
-) -> Specimen:  # fmt: skip
+    name: str, K: int = 128, bounded: bool = True, solved: bool = False, digits: int = 1, **limits: Any
+) -> Specimen:
     """The first kernel in Gluon, with the options of a launch."""
     blocks = {name: [64, K] for name in ("q_desc", "k_desc", "z_desc", "w_desc")}
     blocks |= {"t_desc": [64, 64], "a_desc": [64, 64]}
     types = TYPES | {name: ring_descriptor(block, "bf16") for name, block in blocks.items()}
-    constexprs = dict(H=96, K=K, BOUNDED=bounded, SOLVED=solved, DIGITS=digits, SUBSTITUTED=rows)
-    constexprs |= dict(num_warps=K // 16)
+    constexprs = dict(H=96, K=K, BOUNDED=bounded, SOLVED=solved, DIGITS=digits, num_warps=K // 16)
     kernel: Any = intra_tile_kernel
     signature = {name: types[name] for name in kernel.arg_names if name not in constexprs}
     limits |= dict(want_wgmma=True, maxnreg=TILE_REGISTERS)
@@ -107,7 +105,6 @@ SPECIMENS = [
     intra("gradients", digits=2, **SPILL),
     tiles("k128"),
     tiles("k64", K=64),
-    tiles("by_16", rows=16),
     tiles("solved", solved=True),
     tiles("k64_solved", K=64, solved=True),
     tiles("gradients", digits=2),
