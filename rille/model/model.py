@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from rille.misspelt import named
 from rille.model.allocate import Allocate
@@ -43,6 +42,7 @@ from rille.model.mtp import MTPLayer, draft, new_draft_memory
 from rille.model.tracing import Trace
 from rille.model.vision import Vision
 from rille.ops.embedding import embed
+from rille.ops.linear import linear
 from rille.ops.norm import rms_norm
 from rille.packing import Packing, as_device
 

@@ -40,7 +40,7 @@ from rille.serve.trial import Bench, Trial
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 NO_LOT: Lot = (0.0, 0.0, 1.0, 1.0, 0.0)
-CHAINED = False  # kernels of a recorded step begin before the ones ahead of them have ended
+CHAINED = True  # kernels of a recorded step begin before the ones ahead of them have ended
 
 
 @dataclass(frozen=True)

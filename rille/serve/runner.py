@@ -18,13 +18,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from rille.model.context import Context, Routes
 from rille.model.kda import KDA
 from rille.model.media import Media
 from rille.model.model import K3
 from rille.ops.kda import Projected
+from rille.ops.linear import linear
 from rille.packing import Packing, moved
 from rille.serve.graphs import DecodeGraphs
 from rille.serve.paged import Batch, Pages, Saving

@@ -17,7 +17,7 @@ def draw(N, width, seed=0):
     return wide[:, 4:-5]
 
 
-SIZES = [(1, 5, 16), (3, 40, 33), (8, 9, 100), (2, 70, 512), (1, 7, 2100), (9, 40, 33), (20, 33, 130), (64, 16, 16)]
+SIZES = [(1, 5, 16), (3, 40, 33), (4, 9, 100), (2, 70, 512), (1, 7, 2100), (9, 40, 33), (20, 33, 130), (64, 16, 16)]
 
 
 @on_cpu
@@ -47,10 +47,10 @@ def test_rows_are_normed_on_their_way(N, C, D):
 
 @on_cpu
 def test_a_row_has_the_same_bits_alone_and_among_others():
-    for N, few in ((6, 1), (40, 9)):
+    for N, few in ((4, 1), (40, 9)):
         x, w = draw(N, 48), draw(20, 48, 1).contiguous()
         together = linear(x, w, backend="triton")
-        for n in (0, 5, N - few):
+        for n in (0, 2, N - few):
             torch.testing.assert_close(
                 linear(x[n : n + few], w, backend="triton")[0], together[n], atol=1e-6, rtol=1e-6
             )
@@ -81,8 +81,8 @@ def test_what_cannot_run_says_why():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("N, C, D", [
-    *((N, C, D) for N in (1, 3, 8) for C, D in ((2704, 512), (512, 256), (512, 896), (32768, 512), (64, 48))),
-    *((N, C, D) for N in (9, 64, 128) for C, D in ((512, 128), (512, 512), (256, 512), (768, 256), (64, 48))),
+    *((N, C, D) for N in (1, 3, 4) for C, D in ((2704, 512), (512, 256), (512, 896), (32768, 512), (64, 48))),
+    *((N, C, D) for N in (5, 64, 128) for C, D in ((512, 128), (512, 512), (256, 512), (768, 256), (64, 48))),
 ])  # fmt: skip
 def test_on_a_gpu_in_bf16(N, C, D):
     """Bits do not depend on the rows beside, as long as they are as few or as many."""
@@ -91,7 +91,7 @@ def test_on_a_gpu_in_bf16(N, C, D):
     with torch.no_grad():
         assert is_few(x, w)
         found = [(linear(x, w), exact), (linear_onto(x, w, onto), exact + onto.double()), (wide_linear(x, w), exact)]
-        few = 1 if N <= 8 else 9
+        few = 1 if N <= 4 else 5
         assert torch.equal(linear(x[N - few :], w), found[0][0][N - few :])
     for got, want in found:
         limit = 2**-8 if got.dtype == torch.bfloat16 else 1e-5
@@ -99,7 +99,7 @@ def test_on_a_gpu_in_bf16(N, C, D):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("N", [1, 8])
+@pytest.mark.parametrize("N", [1, 4])
 def test_rows_are_rounded_and_normed_on_their_way_on_a_gpu(N):
     x, gain = draw(N, 256).cuda(), torch.linspace(0.5, 1.5, 256, device="cuda").bfloat16()
     w, onto = (t.cuda().bfloat16() for t in (draw(512, 256, 1).contiguous() / 16, draw(N, 512, 2)))

@@ -289,7 +289,7 @@ def decode(
     CHAINED: gl.constexpr = False,
 ):  # fmt: skip
     """Grid (H, B). One token of one head of one sequence; state and tail are read and written in place. In a chain
-    nobody else writes states, tails and slots."""
+    nobody else writes states, tails and slots, and of the inputs z alone is what the kernel ahead has written."""
     HK: gl.constexpr = H * K
     HV: gl.constexpr = H * V
     C: gl.constexpr = 2 * HK + HV
@@ -308,7 +308,6 @@ def decode(
     state = states + slot * state_slot + head * (V * K)
     state_VK = state + gl.arange(0, V, layout=over_V)[:, None] * K + gl.arange(0, K, layout=over_K)[None, :]
     S_VK = gl.load(state_VK)
-    meet(CHAINED)
 
     line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     q_K = head * K + gl.arange(0, K, layout=line)
@@ -316,7 +315,6 @@ def decode(
     v_V = 2 * HK + head * V + gl.arange(0, V, layout=line)
     tail, qkv = tails + slot * tail_slot, qkv + row * qkv_row
     xq, xk, xv = load_rows(qkv, q_K, C, 1, 1), load_rows(qkv, k_K, C, 1, 1), load_rows(qkv, v_V, C, 1, 1)
-    z_rows = load_rows(z + row * z_row, q_K, HK, 1, 1)
     q1, q2, q3 = load_tail(tail, q_K, W, C)
     k1, k2, k3 = load_tail(tail, k_K, W, C)
     v1, v2, v3 = load_tail(tail, v_V, W, C)
@@ -334,8 +332,11 @@ def decode(
     v_smem = gl.allocate_shared_memory(
         gl.float32, [1, V], TILE, short_conv(xv, v1, v2, v3, load_taps(conv_weight + v_V * W, W), W, 1, 0)
     )
+    dt_bias_K = gl.load(dt_bias + q_K)
+    meet(CHAINED)
+    z_rows = load_rows(z + row * z_row, q_K, HK, 1, 1)
     alpha_smem = gl.allocate_shared_memory(
-        gl.float32, [1, K], TILE, decays(z_rows, gl.load(dt_bias + q_K), rate, lower_bound, BOUNDED, 1, 0)
+        gl.float32, [1, K], TILE, decays(z_rows, dt_bias_K, rate, lower_bound, BOUNDED, 1, 0)
     )
     barrier()  # a tail is read before it is written
     store_tail(tail, q_K, xq[0], q1, q2, W, C)

@@ -18,7 +18,7 @@ HAS_TRITON = find_spec("triton") is not None  # asked once: torch.compile cannot
 BACKENDS = ("triton", "torch")
 # Rows, of them so many of a sum of so much, that meet the weights one by one, of all others one; in tiles, of results
 # and sums so wide. Beyond them the library's kernels are as quick.
-MOST_ROWS, WIDE = 8, 2048
+MOST_ROWS, WIDE = 4, 2048
 TILED_ROWS, TILED_RESULT, TILED_SUM = 128, 1024, 512
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from rille.ops.launching import chained, launch
 from rille.ops.linear import few_kernels
 
-FEW = 8  # rows that meet the weights one by one
+FEW = 4  # rows that meet the weights one by one
 HELD = 2048  # channels of a row of weights that a program holds
 
 
@@ -36,7 +36,7 @@ def linear(
     if onto is not None and onto.stride(1) != 1:
         onto = onto.contiguous()
     numbers = (N, C, x.stride(0), 0 if onto is None else onto.stride(0))
-    early = chained(x, joins=onto is not None)  # what is added comes from another stream
+    early = chained(x)
     if N <= FEW:
         s = sizes(N, C, D)
         arguments = (x, weight, gain, onto, y, *numbers, eps)

@@ -36,10 +36,13 @@ def few_product(
         if gain is not None:
             gain_D = tl.load(gain + d_D, mask=d_D < D, other=0.0).to(w.dtype.element_ty).to(tl.float32)
     meet(CHAINED)
+    if BLOCK >= D:
+        rows = ()
+        for n in tl.static_range(ROWS):  # all of them are on their way before anything is stored
+            rows = rows + (tl.load(x + n * x_row + d_D, mask=(d_D < D) & (n < N), other=0.0).to(tl.float32),)
     for n in tl.static_range(ROWS):
-        there = n < N
         if BLOCK >= D:
-            x_D = tl.load(x + n * x_row + d_D, mask=(d_D < D) & there, other=0.0).to(tl.float32)
+            x_D = rows[n]
             if gain is not None:
                 x_D = normed(x_D, gain_D, D, eps, w.dtype.element_ty)
             sum_C = tl.sum(held_CD * x_D[None, :], 1)
@@ -47,12 +50,12 @@ def few_product(
             sum_CD = tl.zeros([COLUMNS, BLOCK], tl.float32)
             for d in range(0, D, BLOCK):
                 part_CD = tl.load(w_CD + d, mask=inside_C[:, None] & (d + d_D < D)[None, :], other=0.0)
-                x_D = tl.load(x + n * x_row + d + d_D, mask=(d + d_D < D) & there, other=0.0).to(tl.float32)
+                x_D = tl.load(x + n * x_row + d + d_D, mask=(d + d_D < D) & (n < N), other=0.0).to(tl.float32)
                 sum_CD += part_CD.to(tl.float32) * x_D[None, :]
             sum_C = tl.sum(sum_CD, 1)
         if onto is not None:
-            sum_C += tl.load(onto + n * onto_row + c_C, mask=inside_C & there, other=0.0).to(tl.float32)
-        tl.store(y + n * C + c_C, sum_C.to(y.dtype.element_ty), mask=inside_C & there)
+            sum_C += tl.load(onto + n * onto_row + c_C, mask=inside_C & (n < N), other=0.0).to(tl.float32)
+        tl.store(y + n * C + c_C, sum_C.to(y.dtype.element_ty), mask=inside_C & (n < N))
 
 
 @triton.jit

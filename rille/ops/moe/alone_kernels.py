@@ -4,8 +4,8 @@
     down_alone    out[n] = sum over a of weights[n, a] W2_e act[n A + a]                           e = ids[n, a]
 
 A program has a few rows of weights and one row to meet them, by plain multiplications that hide behind the read;
-nothing is looked for. `down_alone` asks for its weights before act is there, and sums in fp32 in the order of the
-choices.
+nothing is looked for. `down_alone` asks for its weights before act is there, and sums in fp32: each product of all
+choices first, in their order.
 
 Suffixes: F, L as in `product_kernels.py`, R rows of weights, K the axis of a sum.
 """
@@ -33,8 +33,9 @@ def glu_alone(
     gate_RK = w13 + expert * (2 * F * L) + f_R[:, None] * L + l_K[None, :]
     g_RK = tl.load(gate_RK, mask=held_RK, other=0.0)
     u_RK = tl.load(gate_RK + F * L, mask=held_RK, other=0.0)
-    x_1K = tl.load(x + (p // CHOICES).to(tl.int64) * x_row + l_K, mask=l_K < L, other=0.0).to(tl.float32)[None, :]
-    h_R, u_R = tl.sum(g_RK.to(tl.float32) * x_1K, 1), tl.sum(u_RK.to(tl.float32) * x_1K, 1)
+    x_RK = x + (p // CHOICES).to(tl.int64) * x_row + tl.zeros_like(f_R)[:, None] + l_K[None, :]
+    x_RK = tl.load(x_RK, mask=held_RK, other=0.0).to(tl.float32)  # every row reads it where it stands: no barrier
+    h_R, u_R = tl.sum(g_RK.to(tl.float32) * x_RK, 1), tl.sum(u_RK.to(tl.float32) * x_RK, 1)
     act_R = glu_forward_of(h_R, u_R, A, B, CAPPED, FAST)
     tl.store(act + p.to(tl.int64) * F + f_R, act_R.to(act.dtype.element_ty), mask=f_R < F)
 
@@ -55,8 +56,10 @@ def down_alone(
         expert = tl.load(ids + n * CHOICES + a).to(tl.int64)
         held = held + (tl.load(at_RK + expert * (L * F), mask=held_RK, other=0.0),)
     meet(CHAINED)
-    sum_R = tl.zeros([ROWS], tl.float32)
+    # All are summed across threads once, so that no load waits for a barrier.
+    act_RK = act + n * (CHOICES * F) + tl.zeros_like(l_R)[:, None] + f_K[None, :]
+    sum_RK = tl.zeros([ROWS, BLOCK], tl.float32)
     for a in tl.static_range(CHOICES):
-        act_K = tl.load(act + (n * CHOICES + a) * F + f_K, mask=f_K < F, other=0.0).to(tl.float32)
-        sum_R += tl.load(weights + n * CHOICES + a) * tl.sum(held[a].to(tl.float32) * act_K[None, :], 1)
-    tl.store(out + n * L + l_R, sum_R.to(out.dtype.element_ty), mask=l_R < L)
+        part_RK = tl.load(act_RK + a * F, mask=held_RK, other=0.0).to(tl.float32)
+        sum_RK += held[a].to(tl.float32) * (tl.load(weights + n * CHOICES + a) * part_RK)
+    tl.store(out + n * L + l_R, tl.sum(sum_RK, 1).to(out.dtype.element_ty), mask=l_R < L)
