@@ -151,8 +151,10 @@ def test_places_are_planned_on_the_host() -> None:
     )
     assert checkpoints.tolist() == [0, 3, 4, 5, -1, -1]
     assert between is not None and between.packing.lengths == (6, 36, 2, 10)
-    assert between.bases.tolist() == [0, 0, 3, 6] and between.slots.tolist() == [1, 2, 3, 6]
-    assert between.sources.tolist() == [21] and between.targets.tolist() == [6]
+    assert between.slots.tolist() == [1, 2, 3, 6] and between.first.tolist() == [6, 7, 8, 9]
+    before, after = ([x.tolist() for x in copied] for copied in (between.before, between.after))
+    assert before == [[21], [6]] and after == [[0, 0], [1, 2]]
+    assert between.spans[6:].tolist() == [[64, 6], [64, 36], [128, 2], [200, 10]]
     assert between.rows.tolist() == [*range(64, 70), *range(64, 100), *range(128, 130), *range(200, 210)]
     checkpoints, between = Places.of(packing, [[128], [100]]).at(torch.tensor([0, 1]), torch.tensor([2, 3]))
     assert checkpoints.tolist() == [-1, 2, -1, -1, -1, 3] and between is None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rille.ops.kda import chunk, reference
 from rille.ops.kda.arguments import HAS_TRITON, Gate, Kda, PooledState, State, check, with_pool
-from rille.ops.kda.checkpoints import Places, keeping
+from rille.ops.kda.checkpoints import Places
 from rille.ops.kda.decode import kda_commit, kda_decode, kda_verify
 from rille.ops.kda.decode_operands import DecodeLayer, Pools, Projected, Remembered
 from rille.ops.kda.segments import cutting
@@ -62,9 +62,9 @@ def wants_gradients(
 
 
 BACKENDS: dict[str, Kda] = {
-    "reference": keeping(with_pool(reference.kda)),
-    "chunk": keeping(with_pool(chunk.kda)),
-    "triton": keeping(triton_kda),
+    "reference": with_pool(reference.kda),
+    "chunk": with_pool(chunk.kda),
+    "triton": triton_kda,
 }
 
 # A chunk costs as much for one token as for 64: up to here the recurrence takes fewer steps than the blocked form.

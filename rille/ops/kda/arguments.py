@@ -43,19 +43,21 @@ class Gate:
 
 @dataclass(frozen=True, eq=False)
 class Between:
-    """Places inside chunks at which states are kept (`checkpoints.py`).
+    """Q places inside chunks at which states are kept (`checkpoints.py`).
 
-    rows int64 [R], packing: the tokens from a chunk's beginning to each place. bases int64 [Q]: slots with the state at
-    that beginning, once the pass is over. slots int64 [Q]: those that receive the state at the place. sources, targets
-    int64 [B]: what is copied before the pass, since it moves the sources on.
+    rows int64 [R], packing: the tokens from a chunk's beginning to each place. spans int32 [M + Q, 2]: the batch's
+    chunks and behind them these, as in `ChunkMap`; first int64 [Q]: their numbers. slots int64 [Q]: those that receive
+    the states; the pass over the batch leaves the state at the chunk's beginning there. before, after int64: sources
+    and targets of what is copied instead, before the pass (which moves the sources on) and behind it.
     """
 
     rows: Tensor
     packing: Packing
-    bases: Tensor
+    spans: Tensor
+    first: Tensor
     slots: Tensor
-    sources: Tensor
-    targets: Tensor
+    before: tuple[Tensor, Tensor]
+    after: tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +110,8 @@ def with_pool(pure: PureKda) -> Kda:
     ) -> tuple[Tensor, Tensor | None]:
         if not isinstance(state, PooledState):
             return pure(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, packing, state, ())[:2]
+        if state.between is not None:
+            copy(state.pool, *state.between.before)
         asked = state.checkpoints.tolist() if state.checkpoints is not None else []
         after = [m for m, slot in enumerate(asked) if slot >= 0]
         initial_SHVK, ends = state.pool.detach()[state.slots], ends_of(packing, after)
@@ -116,9 +120,19 @@ def with_pool(pure: PureKda) -> Kda:
             state.pool[state.slots] = final_SHVK.to(state.pool.dtype)
             if kept_PHVK is not None:
                 state.pool[[asked[m] for m in after]] = kept_PHVK.to(state.pool.dtype)
+        if (some := state.between) is not None:
+            copy(state.pool, *some.after)
+            q_RHK, k_RHK, v_RHV, z_RHK, b_RH = (x[some.rows] for x in (q_NHK, k_NHK, v_NHV, z_NHK, b_NH))
+            kda(q_RHK, k_RHK, v_RHV, z_RHK, b_RH, gate, some.packing, PooledState(state.pool, some.slots))
         return o_NHV, None
 
     return kda
+
+
+def copy(pool: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """States from slots to other ones, if there are any."""
+    if sources.numel():
+        pool[targets] = pool[sources]
 
 
 def ends_of(packing: Packing, chunks: Sequence[int]) -> list[End]:

@@ -3,13 +3,12 @@
     at a chunk's end     every 64 tokens from the sequence's first one in the batch, and at its last: the pass over
                          chunks writes the state as it comes by (`PooledState.checkpoints`)
     between              the state at the chunk's beginning, moved on by the tokens up to the place, at most 63; those
-                         of all places are the sequences of one further, short call (`PooledState.between`)
+                         of all places are the sequences of a second, short pass (`PooledState.between`)
 
-The pass is what it would be without: no output changes by a bit. A state that is kept is the one that a batch leaves
-which ends there: the same chunks, the last one cut short.
+The first pass is what it would be without: no output changes by a bit. A state that is kept is the one that a batch
+leaves which ends there: the same chunks, the last one cut short.
 
-Suffixes: N packed tokens, S sequences, M chunks, P states that are kept, Q of them between, B of those in a first
-chunk, R tokens up to them.
+Suffixes: S sequences, M chunks, P states that are kept, Q of them between, R tokens up to those.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rille.ops.kda.arguments import CHUNK, Between, Gate, Kda, PooledState, State
+from rille.ops.kda.arguments import CHUNK, Between
 from rille.packing import Packing, moved
 
 
@@ -30,7 +29,7 @@ class Places:
     """Where the sequences of a batch leave states, whatever the slots: made once a batch, for the pools of all layers.
 
     count: P. index int64, parts: into the slots of the kept states [P], then those of the sequences [S], then a -1; one
-    for each chunk, then `bases`, `slots`, `sources` and `targets` of `Between`. rows, packing: as there.
+    for each chunk, then for `slots`, `before` and `after` of `Between`. The others: as there.
     """
 
     count: int
@@ -38,6 +37,8 @@ class Places:
     parts: tuple[int, ...]
     rows: Tensor
     packing: Packing
+    spans: Tensor
+    first: Tensor
 
     @classmethod
     def of(cls, packing: Packing, places: Sequence[Sequence[int]]) -> Places:
@@ -48,16 +49,19 @@ class Places:
                 raise ValueError(f"kda checkpoints: {list(some)} of sequence {s} must rise and lie in 1..{length}")
         kept = [(s, tokens) for s, some in enumerate(places) for tokens in some]
         inside = [p for p, (s, tokens) in enumerate(kept) if tokens % CHUNK and tokens < packing.lengths[s]]
-        start = np.cumsum((0, *packing.lengths))
-        spans = [(start[s] + tokens // CHUNK * CHUNK, start[s] + tokens) for s, tokens in (kept[p] for p in inside)]
-        rows_R = np.concatenate([np.empty(0, np.int64), *(np.arange(*span) for span in spans)])
+        start, device = np.cumsum((0, *packing.lengths)).tolist(), packing.device
+        spans = [(start[s] + tokens // CHUNK * CHUNK, tokens % CHUNK) for s, tokens in (kept[p] for p in inside)]
+        rows_R = np.concatenate([np.empty(0, np.int64), *(np.arange(at, at + count) for at, count in spans)])
+        spans_M2, spans_Q2 = packing.chunks(CHUNK).spans, torch.tensor(spans, dtype=torch.int32).view(-1, 2)
         parts = slots_by_chunk(packing, kept, inside)
         return cls(
             len(kept),
-            moved(torch.tensor(sum(parts, []), dtype=torch.int64), packing.device),
+            moved(torch.tensor(sum(parts, []), dtype=torch.int64), device),
             tuple(map(len, parts)),
-            moved(torch.from_numpy(rows_R), packing.device),
-            Packing.of([end - begin for begin, end in spans], device=packing.device),
+            moved(torch.from_numpy(rows_R), device),
+            Packing.of([count for _, count in spans], device=device),
+            torch.cat([spans_M2, moved(spans_Q2, device)]),
+            torch.arange(len(spans_M2), len(spans_M2) + len(spans), device=device),
         )
 
     def at(self, slots_S: Tensor, kept_P: Tensor) -> tuple[Tensor, Between | None]:
@@ -69,8 +73,11 @@ class Places:
         table = torch.cat([kept_P, slots_S, slots_S.new_full((1,), -1)])
         if table.device.type == "cpu" and table.unique().numel() != table.numel():
             raise ValueError(f"kda checkpoints: slots {kept_P.tolist()} beside {slots_S.tolist()} name one slot twice")
-        checkpoints_M, *slots = table[self.index].split(self.parts)
-        return checkpoints_M, Between(self.rows, self.packing, *slots) if self.packing.num_tokens else None
+        checkpoints_M, slots_Q, *copied = table[self.index].split(self.parts)
+        if not self.packing.num_tokens:
+            return checkpoints_M, None
+        before, after = (copied[0], copied[1]), (copied[2], copied[3])
+        return checkpoints_M, Between(self.rows, self.packing, self.spans, self.first, slots_Q, before, after)
 
 
 def slots_by_chunk(packing: Packing, kept: list[tuple[int, int]], inside: list[int]) -> list[list[int]]:
@@ -79,43 +86,14 @@ def slots_by_chunk(packing: Packing, kept: list[tuple[int, int]], inside: list[i
     first = np.cumsum((0, *packing.chunks(CHUNK).per_sequence)).tolist()
     own, nowhere = len(kept), len(kept) + packing.num_sequences
     ends = [(p, *place) for p, place in enumerate(kept) if p not in set(inside)]
-    after = {first[s] + (tokens - 1) // CHUNK: p for p, s, tokens in ends}
-    bases, copied = [], []
+    taken = {first[s] + (tokens - 1) // CHUNK: p for p, s, tokens in ends}
+    before, after = [], []
     for p in inside:
         s, tokens = kept[p]
         if tokens < CHUNK:
-            copied.append((own + s, p))
-            bases.append(p)
-        else:
-            bases.append(after.setdefault(first[s] + tokens // CHUNK - 1, p))
-    by_chunk = [after.get(m, nowhere) for m in range(first[-1])]
-    return [by_chunk, bases, inside, [source for source, _ in copied], [target for _, target in copied]]
-
-
-def keeping(run: Kda) -> Kda:
-    """Let a form that keeps states at the ends of chunks keep those between as well."""
-
-    def kda(
-        q_NHK: Tensor,
-        k_NHK: Tensor,
-        v_NHV: Tensor,
-        z_NHK: Tensor,
-        b_NH: Tensor,
-        gate: Gate,
-        packing: Packing,
-        state: State,
-    ) -> tuple[Tensor, Tensor | None]:
-        if not isinstance(state, PooledState) or state.between is None:
-            return run(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, packing, state)
-        some, pool = state.between, state.pool
-        if some.sources.numel():
-            pool[some.targets] = pool[some.sources]
-        result = run(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, packing, state)
-        k_RHK, v_RHV, z_RHK, b_RH = (x[some.rows] for x in (k_NHK, v_NHV, z_NHK, b_NH))
-        # nobody reads what these tokens give, so keys stand in for their queries
-        _, kept_QHVK = run(k_RHK, k_RHK, v_RHV, z_RHK, b_RH, gate, some.packing, pool[some.bases])
-        assert kept_QHVK is not None, "only a pool keeps the final states"
-        pool[some.slots] = kept_QHVK.to(pool.dtype)
-        return result
-
-    return kda
+            before.append((own + s, p))
+        elif (source := taken.setdefault(first[s] + tokens // CHUNK - 1, p)) != p:
+            after.append((source, p))
+    by_chunk = [taken.get(m, nowhere) for m in range(first[-1])]
+    copied = [[pair[end] for pair in pairs] for pairs in (before, after) for end in (0, 1)]
+    return [by_chunk, inside, *copied]

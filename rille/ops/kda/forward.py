@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rille.ops.kda.arguments import Gate, PooledState, State
+from rille.ops.kda.arguments import Between, Gate, PooledState, State, copy
 from rille.ops.kda.chunk import CHUNK, TILE, check_lower_bound
 from rille.ops.kda.intra import intra_kernel
 from rille.ops.kda.operands import INTERPRET, Intra, multiprocessors, operand_type, packed_heads, packed_states, types
@@ -74,8 +74,8 @@ def forward(
     ValueError for a lower bound below -5. through: takes the place of the op where gradients are wanted.
     """
     check_lower_bound(gate)
-    chunks = packing.chunks(CHUNK)
-    indices = (chunks.spans, packing.starts, packing.longest_first, chunks.first)
+    chunks, between = packing.chunks(CHUNK), state.between if isinstance(state, PooledState) else None
+    indices = (chunks.spans if between is None else between.spans, packing.starts, packing.longest_first, chunks.first)
     tensors, bound = (q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate.A_log, gate.dt_bias), gate.lower_bound
     inputs = (*tensors, bound if bound is None else float(bound), *indices)
     (_, H, K), V = q_NHK.shape, v_NHV.shape[2]
@@ -83,7 +83,8 @@ def forward(
     segments = list(segments_of(packing, H, multiprocessors(q_NHK.device), K, V, gradients) or ())
     if isinstance(state, PooledState):
         run = forward_in_pool if plain(*tensors) else forward_in_pool_op
-        o_NHV, t_DMHCC, a_MHCC = run(*inputs, state.pool, state.slots, state.checkpoints, segments)
+        pooled = (state.pool, state.slots, state.checkpoints, segments, second_pass(between))
+        o_NHV, t_DMHCC, a_MHCC = run(*inputs, *pooled)
         return Forward(o_NHV, None, t_DMHCC, a_MHCC)
     run = forward_from_states if plain(*tensors, state) else through or forward_op
     return Forward(*run(*inputs, state, segments, 2 if gradients else 1)[:4])
@@ -160,11 +161,28 @@ def forward_in_pool(
     slots_S: Tensor,
     checkpoints_M: Tensor | None,
     segments: list[Tensor],
+    between: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """o, T, A; the states of the sequences and of the checkpoints in the pool."""
+    """o, T, A; the states of the sequences and of the checkpoints in the pool. between: of `second_pass`, or none; its
+    chunks are the last ones of the spans."""
+    copied, rest = between[:4], between[4:]
+    if rest:
+        copy(pool, *copied[:2])
     chunks = intra(q_NHK, k_NHK, z_NHK, b_NH, A_log, dt_bias, lower_bound, spans_M2)
     o_NHV, *_ = recurrence(segments, chunks, v_NHV, starts, order_S, first_S, pool, pool, slots_S, checkpoints_M)
+    if rest:
+        rows_R, starts_Q1, order_Q, first_Q, slots_Q = rest
+        copy(pool, *copied[2:])
+        state_pass(chunks, v_NHV[rows_R], starts_Q1, order_Q, first_Q, pool, pool, slots_Q)
     return o_NHV, chunks.t_DMHCC, chunks.a_MHCC
+
+
+def second_pass(between: Between | None) -> list[Tensor]:
+    """The chunks that end at its places are made with all others; only the pass over them is one of its own."""
+    if between is None:
+        return []
+    indices = (between.packing.starts, between.packing.longest_first, between.first)
+    return [*between.before, *between.after, between.rows, *indices, between.slots]
 
 
 forward_in_pool_op = torch.library.custom_op("rille::kda_forward_in_pool", mutates_args=("pool",))(forward_in_pool)
