@@ -32,6 +32,15 @@ class Machine:
     eager: bool = False
     groups: list[list[Any]] = field(default_factory=lambda: [[]])
     leaving: list[Any] = field(default_factory=list)  # copies to memory
+    barriers: list[Any] = field(default_factory=list)
+
+    def begin(self, program: tuple[int, ...]) -> None:
+        self.program, self.groups, self.leaving, self.barriers = program, [[]], [], []
+
+    def end(self) -> None:
+        """What arrives after a program's end lands in the shared memory of the next one."""
+        assert not self.leaving and not any(self.groups), "copies are under way at a program's end"
+        assert not any(barrier.arrivals for barrier in self.barriers), "copies are under way at a program's end"
 
 
 MACHINE = Machine()
@@ -265,6 +274,7 @@ def tma_store_wait(outstanding: int) -> None:
 
 def mbarrier_init(barrier: Shared, count: int) -> None:
     barrier.arrivals, barrier.expected, barrier.phases = [], 0, 0
+    MACHINE.barriers.append(barrier)
 
 
 def mbarrier_expect(barrier: Shared, count: int, pred: Any = True) -> None:
@@ -393,8 +403,8 @@ class Kernel:
             values = [place(x) for x in arguments]
             MACHINE.grid, MACHINE.num_warps, MACHINE.eager = grid, num_warps, self.eager
             for program in product(range(grid[0]), range(grid[1])):
-                MACHINE.program, MACHINE.groups, MACHINE.leaving = program, [[]], []
+                MACHINE.begin(program)
                 self.function(*values, **names)
-                assert not MACHINE.leaving
+                MACHINE.end()
 
         return launch

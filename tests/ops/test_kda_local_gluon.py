@@ -115,8 +115,7 @@ def test_twins_agree_on_a_card(gate: str, size: float, request: pytest.FixtureRe
         assert torch.equal(x[start + LENGTHS[6] :], y[start + LENGTHS[6] :])
 
 
-@pytest.mark.parametrize("digits", [1, 2])
-def test_twins_of_the_first_kernel_agree(digits: int, request: pytest.FixtureRequest) -> None:
+def assert_first_kernels_agree(digits: int, request: pytest.FixtureRequest) -> None:
     """Rows are rounded once in each; with two digits the written keys agree to the second one's rounding."""
     inputs, last = draw("random", torch.float32 if INTERPRET else torch.bfloat16)
     wanted = prepare(inputs, digits)
@@ -130,4 +129,16 @@ def test_twins_of_the_first_kernel_agree(digits: int, request: pytest.FixtureReq
             x, y = x[:, :, :3], y[:, :, :3]  # the fourth is room
         limit = {"q_start_MHCK": 4e-3, "k_start_MHCK": 4e-3, "k_end_DMHCK": 4e-3 if digits == 1 else 5e-5}
         assert bool(x.isfinite().all()), name
-        assert (x - y).norm() <= limit.get(name, 1e-6) * y.norm(), name
+        assert (x - y).norm() <= limit.get(name, 1e-6 if INTERPRET else 1e-5) * y.norm(), name
+
+
+@pytest.mark.skipif(not INTERPRET, reason="on a card the next test")
+@pytest.mark.parametrize("digits", [1, 2])
+def test_twins_of_the_first_kernel_agree(digits: int, request: pytest.FixtureRequest) -> None:
+    assert_first_kernels_agree(digits, request)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("digits", [1, 2])
+def test_twins_of_the_first_kernel_agree_on_a_card(digits: int, request: pytest.FixtureRequest) -> None:
+    assert_first_kernels_agree(digits, request)
