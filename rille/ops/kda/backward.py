@@ -31,7 +31,7 @@ from rille.ops.kda.segments import Segments
 from rille.ops.launching import launch, rows_of
 
 TILED, TILED_PREPARE = True, True  # the last and the first kernel in Gluon where they can run, not their Triton twins
-SOFTPLUS_TILED = False  # likewise for the softplus gate
+SOFTPLUS_TILED = True  # likewise the last one for the softplus gate
 
 
 class Prepared(NamedTuple):
