@@ -1,5 +1,6 @@
 """The last kernel of the KDA backward for the softplus gate, whose decay has no bound: `local_channels` of
-`backward_local.py` with no factor above 1.
+`backward_local.py` with no factor above 1. Right and slow, it is the twin of `backward_softplus_gluon.py`, and what
+widths that one has not take.
 
 The equations are the same. What has no safe origin are pairs of tokens within one tile of 16 rows, whose factor
 2^(x_i - x_j) is formed for each pair and channel, a column of the four tiles at a time:
