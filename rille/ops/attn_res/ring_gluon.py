@@ -196,3 +196,4 @@ def mix_ring(
             if STATS:
                 gl.store(stats + row * (2 * R + 1) + 2 * R, r)
         gl.store(words(out) + row * HALF + i_W, out_W, mask=there_W)
+    async_copy.wait_group(0)  # nothing may arrive after the end
