@@ -1,26 +1,31 @@
-"""Whether kernels that are launched now may begin before the ones ahead of them have ended (`chain_kernels.py`).
+"""Whether kernels that this thread launches now may begin before the ones ahead of them have ended (`chain_kernels.py`).
 
 Only while a step is recorded whose kernels write no weights: they are read before anything is waited for.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_depth = 0
+
+class _Depth(threading.local):
+    chains = 0
+
+
+_depth = _Depth()
 
 
 @contextmanager
 def chain(wanted: bool = True) -> Iterator[None]:
     """Kernels launched inside may begin early, if wanted."""
-    global _depth
-    _depth += wanted
+    _depth.chains += wanted
     try:
         yield
     finally:
-        _depth -= wanted
+        _depth.chains -= wanted
 
 
 def is_chain() -> bool:
-    return _depth > 0
+    return _depth.chains > 0

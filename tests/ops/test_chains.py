@@ -1,5 +1,7 @@
 """When kernels may begin before the ones ahead of them have ended."""
 
+from threading import Thread
+
 import pytest
 import torch
 
@@ -18,6 +20,15 @@ def test_only_inside_and_only_if_wanted():
     with pytest.raises(KeyError), chain(), chain():
         raise KeyError
     assert not is_chain()
+
+
+def test_other_threads_are_not_meant():
+    seen = []
+    with chain():
+        thread = Thread(target=lambda: seen.append(is_chain()))
+        thread.start()
+        thread.join()
+    assert seen == [False]
 
 
 def test_options_of_a_kernel(monkeypatch):
