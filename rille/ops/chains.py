@@ -1,6 +1,7 @@
-"""Whether kernels that this thread launches now may begin before the ones ahead of them have ended (`chain_kernels.py`).
+"""Whether kernels that this thread launches now may begin before the ones ahead of them have ended.
 
-Only while a step is recorded whose kernels write no weights: they are read before anything is waited for.
+That is for steps that are recorded, whose kernels write no weights: they are read before anything is waited for. How:
+`chain_kernels.py`.
 """
 
 from __future__ import annotations
