@@ -25,6 +25,7 @@ from rille.interrupts import held
 from rille.misspelt import check_names
 from rille.model.model import K3
 from rille.serve.assemble import count_pages, load, model_stop_ids, new_drafter, new_graphs, new_scheduler
+from rille.serve.generate import check_pair
 from rille.serve.grammar import Matcher, Vocabulary
 from rille.serve.handle import RequestHandle
 from rille.serve.paged import Pages
@@ -75,6 +76,8 @@ class Engine:
         self.config = replace(config or EngineConfig(), **settings, **given)
         self.model, found = load(checkpoint, self.config)
         self.tokenizer = tokenizer if tokenizer is not None else found
+        if self.tokenizer is not None:
+            check_pair(self.tokenizer, self.model)
         self.stop_ids = model_stop_ids(self.model, self.tokenizer)
         self._vocabulary: Vocabulary | None = None
         num_pages = count_pages(self.model, self.config)

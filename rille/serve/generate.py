@@ -183,6 +183,8 @@ def check_device(device: str) -> None:
 
 def check_pair(tokenizer: Tokenizer, model: K3) -> None:
     """Raise ValueError unless the model has a logit for every token."""
+    if not isinstance(tokenizer, Tokenizer):
+        raise ValueError(f"the tokenizer is {kind(tokenizer)}; give one of rille.load_tokenizer")
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size:,} tokens, the model only {model.config.vocab_size:,}: "

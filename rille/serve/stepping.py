@@ -178,12 +178,18 @@ class Stepper:
             return {}
         if self._drafter.reads_hidden:
             limit = self._totals.draft_length = self.odds.choose_dear(decoding)
-            return {choice: self._drafter.propose(choice, limit) for choice in decoding} if limit else {}
+            return {choice: self._propose(choice, limit) for choice in decoding} if limit else {}
         if self.odds.fixed:
-            every = {choice: self._drafter.propose(choice, self.odds.most) for choice in decoding}
+            every = {choice: self._propose(choice, self.odds.most) for choice in decoding}
             return self._weigh({choice: draft for choice, draft in every.items() if draft.tokens}, len(decoding))
         due = self._watch.due()
         return self._weigh(self._look_up(due), len(decoding)) if due else {}
+
+    def _propose(self, choice: Choice, limit: int) -> Draft:
+        """The drafter's guesses, as far as they can come true: it may know other words than the model."""
+        assert self._drafter is not None
+        draft, words = self._drafter.propose(choice, limit).cut(limit), self._runner.model.config.vocab_size
+        return draft.cut(next((n for n, token in enumerate(draft.tokens) if not 0 <= token < words), limit))
 
     def _weigh(self, found: dict[Choice, Draft], rows: int) -> dict[Choice, Draft]:
         """Of guesses for some of `rows` sequences what is worth a run."""
@@ -204,7 +210,7 @@ class Stepper:
                 self._watch.trust(choice)
             if came_true is False and self._watch.rests(choice):
                 continue
-            draft = self._drafter.propose(choice, self.odds.most)
+            draft = self._propose(choice, self.odds.most)
             if draft.tokens:
                 found[choice] = draft
                 self.odds.bet(choice, draft.tokens)

@@ -12,6 +12,7 @@ from rille.model.model import new_model
 from rille.serve.audit import audit_scheduler
 from rille.serve.schema import Request, SamplingParams, TokenOutput
 from tests.serve.test_engine import MODEL, alone, engine, prompt
+from tests.serve.test_overlap import check_books, overlapped
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 LAYERS = MODEL.num_layers
@@ -74,6 +75,22 @@ def test_nobody_goes_on_from_a_step_that_broke_off(model, drafter, place, action
     *_, last = other
     assert last.reason == ("error" if error is ZeroDivisionError else "length")
     assert is_whole(served)
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram"])
+@pytest.mark.parametrize("place", [LAYERS + 2, 2 * LAYERS + 1, 4 * LAYERS - 1])
+def test_nor_from_a_recorded_one(model, drafter, place):
+    """With the next step launched behind it."""
+    served = overlapped(model, drafter=drafter, adaptive_drafts=False)
+    ids = prompt(100)
+    want = alone(model, ids, 12)
+    with At(model, place, fail), pytest.raises(ZeroDivisionError):
+        served.generate([ids, prompt(30, seed=1)], GREEDY)
+    for count in range(4):
+        history = [*ids, *want[:count], *([5] if count else [])]
+        [[one]] = served.generate([history], GREEDY)
+        assert one.tokens == alone(model, history, 12), (count, one.usage)
+    check_books(served)
 
 
 def test_a_fault_ends_what_ran_and_nothing_else(model):

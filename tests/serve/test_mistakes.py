@@ -8,6 +8,8 @@ import torch
 
 from rille.model.model import new_model
 from rille.serve.schema import Request, SamplingParams
+from rille.serve.speculation import Draft
+from tests.serve.scripted import small_tokenizer
 from tests.serve.test_engine import GREEDY, MODEL, engine
 
 
@@ -22,6 +24,8 @@ def model():
         (dict(device="tpu"), "device is 'tpu'; it must be cpu or cuda"),
         (dict(preemption="swap"), "preemption is 'swap'; it must be recompute or offload"),
         (dict(drafter="eagle"), "drafter is 'eagle'; it must be none or ngram or mtp"),
+        (dict(tokenizer="x"), "the tokenizer is str 'x'; give one of rille.load_tokenizer"),
+        (dict(tokenizer=small_tokenizer()), "the tokenizer has 400 tokens, the model only 320"),
         (dict(drafter=5), "drafter is 5; it must be none, ngram, mtp, or an object"),
         (dict(num_pages=2.5), "num_pages is 2.5; it must be int or None"),
         (dict(hash_unit="64"), "hash_unit is '64'"),
@@ -100,3 +104,27 @@ def test_ids_may_come_as_tensors(model):
     [[one]], [[two]] = served.generate([ids], greedy), served.generate([ids.tolist()], greedy)
     assert one.tokens == two.tokens == tuple(one.tokens)
     assert Request(prompt=[*ids]).prompt == (5, 6, 7)
+
+
+class Stranger:
+    """A drafter of another vocabulary, and of no manners: it guesses more than it is asked for."""
+
+    def __init__(self, reads_hidden):
+        self.reads_hidden = reads_hidden
+
+    def propose(self, sequence, limit):
+        return Draft((5, 319, 320, -1, 2**40) * (1 + limit))
+
+    def observe(self, sequence, start, hidden_ND, following):
+        pass
+
+    def forget(self, sequence):
+        pass
+
+
+@pytest.mark.parametrize("reads_hidden", [True, False])
+def test_guesses_of_words_that_the_model_lacks_do_not_come_true(model, reads_hidden):
+    served = engine(model, drafter=Stranger(reads_hidden), adaptive_drafts=False, draft_length=4)
+    [[want]] = engine(model).generate([[1, 2, 3]], GREEDY)
+    [[one]] = served.generate([[1, 2, 3]], GREEDY)
+    assert one.tokens == want.tokens and 0 < served.stats().drafted <= 2 * served.stats().drafts

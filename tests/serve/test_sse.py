@@ -50,8 +50,8 @@ def test_all_comes_in_order_and_at_once_what_was_there():
 
 
 def test_silence_is_broken():
-    parts = heard(Source(b"a", 0.2, b"b"), silence_s=0.02)
-    assert parts[0] == b"a" and parts[-1] == b"b" and set(parts[1:-1]) == {PING} and len(parts) > 3
+    whole = b"".join(heard(Source(b"a", 0.2, b"b"), silence_s=0.02))  # on a busy machine several pings come at once
+    assert whole == b"a" + PING * (count := whole.count(PING)) + b"b" and count
     assert heard(Source(b"a", 0.01, b"b")) == [b"a", b"b"] and heard(Source()) == []
 
 
