@@ -77,9 +77,9 @@ class Silent(DecodeGraphs):
             reply = self.replies[part.sequence.request.params.seed or 0]
             place = part.start + 1 - part.sequence.num_prompt
             words += [*reply[place : place + shape.tokens], *[0] * (place + shape.tokens - len(reply))]
-        figures_4N = torch.ones(4, len(words), dtype=torch.float64)
-        figures_4N[0] = torch.tensor(words)
-        return figures_4N, figures_4N
+        figures_3N = torch.ones(3, len(words), dtype=torch.float64)
+        figures_3N[0] = torch.tensor(words)
+        return figures_3N, figures_3N
 
 
 class Counted(NgramDrafter):
