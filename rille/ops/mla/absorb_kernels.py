@@ -78,6 +78,16 @@ def query_kernel(
 
 
 @triton.jit
+def add_values(x_MV, o_MR, w_VR):
+    """x + o w' of an fp32 o, as the sum of two numbers of w's type."""
+    large_MR = o_MR.to(w_VR.dtype)
+    x_MV = tl.dot(large_MR, w_VR.T, x_MV)
+    if w_VR.dtype != tl.float32:
+        x_MV = tl.dot((o_MR - large_MR.to(tl.float32)).to(w_VR.dtype), w_VR.T, x_MV)
+    return x_MV
+
+
+@triton.jit
 def value_kernel(
     o, value, gate, out, N, value_head, gate_row, gate_head, H, R: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
     BV: tl.constexpr, BM: tl.constexpr, CHAINED: tl.constexpr,
@@ -92,15 +102,17 @@ def value_kernel(
     value_VR = value + h.to(tl.int64) * value_head + v_V[:, None] * R + r_R[None, :]
     o_MR = o + ((n_M * H + h) * R)[:, None] + r_R[None, :]
     x_MV = tl.zeros([BM, BV], tl.float32)
-    meet(CHAINED)
-    for r in range(0, R, BLOCK):
-        inside_1R = (r + r_R < R)[None, :]
-        w_RV = tl.load(value_VR + r, mask=(v_V < V)[:, None] & inside_1R, other=0.0).T
-        mixture_MR = tl.load(o_MR + r, mask=there_M1 & inside_1R, other=0.0)
-        large_MR = mixture_MR.to(w_RV.dtype)
-        x_MV = tl.dot(large_MR, w_RV, x_MV)
-        if w_RV.dtype != tl.float32:
-            x_MV = tl.dot((mixture_MR - large_MR.to(tl.float32)).to(w_RV.dtype), w_RV, x_MV)
+    if BLOCK >= R:
+        inside_1R = (r_R < R)[None, :]
+        w_VR = tl.load(value_VR, mask=(v_V < V)[:, None] & inside_1R, other=0.0)
+        meet(CHAINED)
+        x_MV = add_values(x_MV, tl.load(o_MR, mask=there_M1 & inside_1R, other=0.0), w_VR)
+    else:
+        meet(CHAINED)
+        for r in range(0, R, BLOCK):
+            inside_1R = (r + r_R < R)[None, :]
+            w_VR = tl.load(value_VR + r, mask=(v_V < V)[:, None] & inside_1R, other=0.0)
+            x_MV = add_values(x_MV, tl.load(o_MR + r, mask=there_M1 & inside_1R, other=0.0), w_VR)
     if gate is not None:
         gate_MV = gate + n_M[:, None] * gate_row + h * gate_head + v_V[None, :]
         x_MV *= tl.sigmoid(tl.load(gate_MV, mask=there_MV, other=0.0).to(tl.float32))
