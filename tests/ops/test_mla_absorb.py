@@ -74,6 +74,14 @@ def test_the_kernels_say_what_plain_pytorch_says(lengths, consumed, sizes):
 
 
 @on_cpu
+def test_values_of_wide_latents_step_by_step(monkeypatch):
+    from rille.ops.mla import absorb_launch
+
+    monkeypatch.setattr(absorb_launch, "value_step", lambda R: 16)
+    Layer([3, 0, 17], [7, 2, 8], R=40).compare(2e-6)
+
+
+@on_cpu
 def test_gates_and_rows_that_are_no_numbers_stay_where_they_are():
     case = Layer([1] * 20, [3] * 20)
     clean = gated_values(case.o, case.value, case.gate, torch.float32, backend="triton")
