@@ -2,8 +2,7 @@
 
 Launched so, a program may run as soon as all programs of the kernel ahead are past their `meet`. Before its own it may
 read what no kernel of the chain writes, such as weights, and what kernels further back have written: those have ended,
-since the one ahead met them before it let this one begin. Everything else, and all that it writes, comes behind. Where
-two streams meet, `meet` waits for both.
+since the one ahead met them before it let this one begin. Everything else, and all that it writes, comes behind.
 """
 
 import triton

@@ -42,12 +42,12 @@ def launch(kernel: Any, programs: int, arguments: tuple[Any, ...], **constants: 
     compiled[(programs, 1, 1)](*arguments, *values)
 
 
-def chained(x: Tensor) -> dict[str, Any]:
+def chained(x: Tensor, joins: bool = False) -> dict[str, Any]:
     """The constant, and the option, of a kernel that may begin before the one ahead of it has ended (`chains.py`), on
-    x's card."""
+    x's card. joins: it waits for two streams, so that it only lets the next one begin."""
     if INTERPRET or not (is_chain() and takes_chains(x.device)):
         return dict(CHAINED=False)
-    return dict(CHAINED=True, launch_pdl=True)
+    return dict(CHAINED=True) if joins else dict(CHAINED=True, launch_pdl=True)
 
 
 @lru_cache

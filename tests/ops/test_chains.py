@@ -38,4 +38,5 @@ def test_options_of_a_kernel(monkeypatch):
         monkeypatch.setattr(launching, "INTERPRET", False)
         monkeypatch.setattr(launching, "takes_chains", lambda device: True)
         assert launching.chained(x) == {"CHAINED": True, "launch_pdl": True}
+        assert launching.chained(x, joins=True) == {"CHAINED": True}
     assert launching.chained(x) == {"CHAINED": False}

@@ -81,17 +81,15 @@ def weights_of_score(query, gain, d_B, D: tl.constexpr):
 @triton.jit
 def load_group(
     sources, update, running, start, d_B, D: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr,
-    UPDATE: tl.constexpr, CHAINED: tl.constexpr = False,
+    UPDATE: tl.constexpr,
 ):  # fmt: skip
-    """Sources FIRST to FIRST + COUNT - 1 of a row. With UPDATE the last of all becomes p_old + y, which is stored: in a
-    chain y is what the kernel ahead has written, and the sources are older."""
+    """Sources FIRST to FIRST + COUNT - 1 of a row. With UPDATE the last of all becomes p_old + y, which is stored."""
     R: tl.constexpr = len(sources)
     out = ()
     for j in tl.static_range(FIRST, FIRST + COUNT):
         if j < R:
             v_B = tl.load(sources[j] + start + d_B, mask=d_B < D, other=0.0)
             if UPDATE and j == R - 1:
-                meet(CHAINED)
                 y_B = tl.load(update + start + d_B, mask=d_B < D, other=0.0)
                 v_B = (v_B.to(tl.float32) + y_B.to(tl.float32)).to(running.dtype.element_ty)
                 tl.store(running + start + d_B, v_B, mask=d_B < D)
@@ -143,9 +141,8 @@ def mixture(
     R: tl.constexpr = len(sources)
     if FEW:
         w_B = weights_of_score(query, gain, d_B, D)
-    if not UPDATE:
-        meet(CHAINED)
-    group = load_group(sources, update, running, start, d_B, D, 0, GROUP, UPDATE, CHAINED)
+    meet(CHAINED)
+    group = load_group(sources, update, running, start, d_B, D, 0, GROUP, UPDATE)
     if not FEW:
         w_B = weights_of_score(query, gain, d_B, D)
     top, total = float("-inf"), 0.0
@@ -153,7 +150,7 @@ def mixture(
     for first in tl.static_range(0, R, GROUP):
         following = group
         if first + GROUP < R:
-            following = load_group(sources, update, running, start, d_B, D, first + GROUP, GROUP, UPDATE, CHAINED)
+            following = load_group(sources, update, running, start, d_B, D, first + GROUP, GROUP, UPDATE)
         sums = ()
         for j in tl.static_range(len(group)):
             v_B = group[j].to(tl.float32)

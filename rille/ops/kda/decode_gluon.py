@@ -289,7 +289,7 @@ def decode(
     CHAINED: gl.constexpr = False,
 ):  # fmt: skip
     """Grid (H, B). One token of one head of one sequence; state and tail are read and written in place. In a chain
-    nobody else writes states, tails and slots, and of the inputs z alone is what the kernel ahead has written."""
+    nobody else writes states, tails and slots."""
     HK: gl.constexpr = H * K
     HV: gl.constexpr = H * V
     C: gl.constexpr = 2 * HK + HV
@@ -308,6 +308,7 @@ def decode(
     state = states + slot * state_slot + head * (V * K)
     state_VK = state + gl.arange(0, V, layout=over_V)[:, None] * K + gl.arange(0, K, layout=over_K)[None, :]
     S_VK = gl.load(state_VK)
+    meet(CHAINED)
 
     line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     q_K = head * K + gl.arange(0, K, layout=line)
@@ -333,7 +334,6 @@ def decode(
         gl.float32, [1, V], TILE, short_conv(xv, v1, v2, v3, load_taps(conv_weight + v_V * W, W), W, 1, 0)
     )
     dt_bias_K = gl.load(dt_bias + q_K)
-    meet(CHAINED)
     z_rows = load_rows(z + row * z_row, q_K, HK, 1, 1)
     alpha_smem = gl.allocate_shared_memory(
         gl.float32, [1, K], TILE, decays(z_rows, dt_bias_K, rate, lower_bound, BOUNDED, 1, 0)

@@ -36,7 +36,7 @@ def linear(
     if onto is not None and onto.stride(1) != 1:
         onto = onto.contiguous()
     numbers = (N, C, x.stride(0), 0 if onto is None else onto.stride(0))
-    early = chained(x)
+    early = chained(x, joins=onto is not None)  # what is added comes from another stream
     if N <= FEW:
         s = sizes(N, C, D)
         arguments = (x, weight, gain, onto, y, *numbers, eps)

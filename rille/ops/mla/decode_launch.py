@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rille.ops.launching import chained
 from rille.ops.mla import decode_kernels
 from rille.ops.mla.cache import LatentCache
 from rille.ops.mla.launch import INTERPRET, LOG2E, rows_described
@@ -182,7 +181,7 @@ def _by_stream(
     kernel: Any = decode_stream.latent_stream_kernel
     kernel[(programs,)](
         *_tables(q, pool, V, V, Q), *lists, step, max_pages, H, members, splits, most_rows, scale2, VALUE=V,
-        PAGE=pool.shape[1], SPLIT=SPLIT, Q=Q, num_warps=4, **chained(q),
+        PAGE=pool.shape[1], SPLIT=SPLIT, Q=Q, CHAINED=False, num_warps=4,
     )  # fmt: skip
 
 

@@ -84,7 +84,7 @@ def alone(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, act:
     k = cast(Any, alone_kernels)
     k.glu_alone[(-(-F // GLU_ROWS), N * A)](
         x, ids, w13, act, x.stride(0), ROWS=GLU_ROWS, BLOCK=max(32, power_of_two(L)), **sizes, **glu.constants(),
-        **chained(x),
+        **chained(x, joins=True),
     )  # fmt: skip
     k.down_alone[(-(-L // DOWN_ROWS), N)](
         act, ids, weights, w2, out, ROWS=DOWN_ROWS, BLOCK=max(32, power_of_two(F)), **sizes, **chained(x)
@@ -97,7 +97,7 @@ def by_pair(x: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, act: Tensor, y: Ten
     tile: dict[str, Any] = dict(BM=TILE, SPAN=SPAN, **OPTIONS)
     launch(
         few_kernels.glu_few, pairs * -(-F // COLUMNS), (x, ids, w13, act, pairs, x.stride(0)), CHOICES=A, F=F, L=L,
-        BF=COLUMNS, BK=divisor(L), **tile, **glu.constants(), **chained(x),
+        BF=COLUMNS, BK=divisor(L), **tile, **glu.constants(), **chained(x, joins=True),
     )  # fmt: skip
     launch(
         few_kernels.down_few, pairs * -(-L // COLUMNS), (act, ids, w2, y, pairs), L=L, F=F, BL=COLUMNS, BK=step(F),
@@ -112,7 +112,7 @@ def by_list(x: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, act: Tensor, y: Ten
     listed = torch.empty(E, pairs, dtype=torch.int32, device=x.device)
     launch(
         few_kernels.list_pairs, -(-E // LISTS), (ids, counts, listed, pairs, E), SPAN=512 if pairs <= 512 else 1024,
-        ROWS=LISTS, num_warps=4, **chained(x),
+        ROWS=LISTS, num_warps=4, **chained(x, joins=True),
     )  # fmt: skip
     tile: dict[str, Any] = dict(BM=TILE, **OPTIONS, **chained(x))
     launch(
