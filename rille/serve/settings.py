@@ -32,8 +32,8 @@ class EngineConfig:
 
     hash_unit: int | None = None
     """Prefixes are found again at multiples of this, itself a multiple of 64.
-    By default 64 to 512, by how much a state of the model takes beside latents: the larger, the fewer are kept; and
-    prompts up to 512 tokens are found again at these multiples alone, which cost less than exact ends."""
+    By default 64 to 512, by how much a state of the model takes beside latents: the larger, the fewer are kept.
+    Prompts up to 512 tokens are then found again at these multiples alone, which cost less than exact ends."""
 
     checkpoint_interval: int = 32_768
     """Keep the KDA state of a long prompt every so many tokens (a multiple of hash_unit, 0: never).
@@ -80,9 +80,9 @@ class EngineConfig:
     Without it a step with drafts runs op by op, which is so much slower than a recorded one that few are worth it."""
 
     gather_prompts: bool = True
-    """Where steps are recorded: prompts that come while others write wait for each other, for as long as a step with
-    prompts takes longer than a recorded one, 0.1 s at most. Started one by one they would hold up all that is written.
-    """
+    """Prompts that come while others write wait for each other, where steps are recorded.
+    They wait for as long as a step with prompts takes longer than a recorded one, 0.1 s at most.
+    Started one by one they would hold up all that is written."""
 
     overlap: bool = True
     """While the device computes a recorded step prepare the next one; tokens are seen one step late.
