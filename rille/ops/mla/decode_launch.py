@@ -19,7 +19,7 @@ from rille.ops.mla import decode_kernels
 from rille.ops.mla.cache import LatentCache
 from rille.ops.mla.launch import INTERPRET, LOG2E, rows_described
 from rille.ops.mla.tiles import cover
-from rille.packing import Packing
+from rille.packing import Packing, moved
 
 SHORT = 16  # new tokens of a sequence up to which its cached rows are split among programs
 MOST_SPLITS = 64
@@ -88,7 +88,7 @@ def classes(packing: Packing) -> list[tuple[int, Tensor]]:
             members = [s for s, length in enumerate(packing.lengths) if low < length <= high]
             if members:
                 longest = max(packing.lengths[s] for s in members)
-                members = torch.tensor(members, dtype=torch.int32).to(packing.device)
+                members = moved(torch.tensor(members, dtype=torch.int32), packing.device)
                 found.append((1 << (longest - 1).bit_length(), members))
         packing.derived[name] = found
     return packing.derived[name]
