@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from rille.ops.chains import is_chain
 from rille.ops.norm import rms_norm
 
 __all__ = ["is_few", "linear", "linear_onto", "normed_linear_onto", "norms_on_its_way", "wide_linear"]
@@ -17,7 +18,7 @@ __all__ = ["is_few", "linear", "linear_onto", "normed_linear_onto", "norms_on_it
 HAS_TRITON = find_spec("triton") is not None  # asked once: torch.compile cannot trace the question
 BACKENDS = ("triton", "torch")
 # Rows, of them so many of a sum of so much, that meet the weights one by one, of all others one; in tiles, of results
-# and sums so wide. Beyond them the library's kernels are as quick.
+# and sums so wide, where `tiles_pay`. Beyond them the library's kernels are as quick.
 MOST_ROWS, WIDE = 4, 2048
 TILED_ROWS, TILED_RESULT, TILED_SUM = 128, 1024, 512
 
@@ -74,7 +75,12 @@ def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def is_few(x: Tensor, weight: Tensor, *others: Tensor) -> bool:
     """Whether a kernel runs by default: x [N, D] has few rows, on a GPU, and nothing is differentiated."""
-    return x.is_cuda and not _obstacle(x, weight, *others)
+    return x.is_cuda and (len(x) <= MOST_ROWS or tiles_pay()) and not _obstacle(x, weight, *others)
+
+
+def tiles_pay() -> bool:
+    """Tiles lose to the library's kernels unless they begin before the kernel ahead has ended."""
+    return is_chain()
 
 
 def _obstacle(x: Tensor, weight: Tensor, *others: Tensor, normed: bool = False) -> str:
@@ -114,7 +120,8 @@ def takes(N: int, D: int, C: int) -> bool:
 
 def _by_kernel(op: str, backend: str | None, x: Tensor, *others: Tensor, normed: bool = False) -> bool:
     if backend is None:
-        return x.is_cuda and not _obstacle(x, *others, normed=normed)
+        few = x.is_cuda and (len(x) <= MOST_ROWS or tiles_pay())
+        return few and not _obstacle(x, *others, normed=normed)
     if backend not in BACKENDS:
         raise ValueError(f"{op}: unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
     if backend == "triton" and (reason := _obstacle(x, *others, normed=normed)):
