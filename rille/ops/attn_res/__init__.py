@@ -5,9 +5,7 @@ site. The two-phase form, in which the sites of a block of layers share a pass o
 `blocks.py`.
 """
 
-import warnings
 from collections.abc import Sequence
-from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -16,6 +14,7 @@ from torch import Tensor
 from rille.ops.attn_res import one_phase, reference
 from rille.ops.attn_res.blocks import ScoredBlocks, choose_phases, score_blocks, scored_site
 from rille.ops.norm import reference as norm_reference
+from rille.ops.settling import warn_once
 
 __all__ = [
     "ScoredBlocks",
@@ -166,7 +165,7 @@ def _settle(backend: str | None, sources: Sequence[Tensor]) -> str:
     if backend is None:
         name, reason = choose_backend(sources)
         if name != "triton" and sources[0].is_cuda:
-            _warn_once(f"attn_res: backend {name!r} runs on a GPU, slowly: {reason}")
+            warn_once(f"attn_res: backend {name!r} runs on a GPU, slowly: {reason}")
         return name
     if backend not in BACKENDS:
         raise ValueError(f"attn_res: unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
@@ -174,11 +173,6 @@ def _settle(backend: str | None, sources: Sequence[Tensor]) -> str:
     if reason is not None:
         raise ValueError(f"attn_res: backend {backend!r} cannot run: {reason}")
     return backend
-
-
-@cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=4)
 
 
 def _check(sources: Sequence[Tensor], query: Tensor, gain: Tensor) -> None:

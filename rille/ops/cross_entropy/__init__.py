@@ -3,9 +3,7 @@
 `reference.py` is the definition, `chunked.py` the op in plain PyTorch, `fused.py` what replaces its parts on the card.
 """
 
-import warnings
 from dataclasses import dataclass
-from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -13,11 +11,11 @@ from torch import Tensor
 
 from rille.ops.cross_entropy import chunked
 from rille.ops.cross_entropy.reference import IGNORED
+from rille.ops.settling import settle
 
 __all__ = ["IGNORED", "CrossEntropy", "choose_backend", "linear_cross_entropy"]
 
 HAS_TRITON = find_spec("triton") is not None  # asked once: torch.compile cannot trace the question
-BACKENDS = ("triton", "chunked")
 CHUNK = 1024  # tokens, in plain PyTorch
 
 
@@ -61,7 +59,7 @@ def linear_cross_entropy(
     if targets.device.type == "cpu" and not torch.compiler.is_compiling():
         _check_targets(targets, head.shape[0])
     form, default = chunked.PLAIN, CHUNK
-    if _settle(backend, x, head) == "triton":
+    if settle("linear_cross_entropy", backend, "chunked", lambda: _obstacle(x, head), x) == "triton":
         from rille.ops.cross_entropy import fused
 
         form, default, targets = fused.FUSED, fused.chunk_for(head.shape[0]), targets.contiguous()
@@ -86,25 +84,6 @@ def _obstacle(x: Tensor, head: Tensor) -> str | None:
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"the kernel takes bf16, fp16 or fp32, not {x.dtype}"
     return None
-
-
-def _settle(backend: str | None, x: Tensor, head: Tensor) -> str:
-    if backend is None:
-        name, reason = choose_backend(x, head)
-        if name == "chunked" and x.is_cuda:
-            _warn_once(f"linear_cross_entropy: plain PyTorch runs on a GPU, slowly: {reason}")
-        return name
-    if backend not in BACKENDS:
-        raise ValueError(f"linear_cross_entropy: unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
-    reason = None if backend == "chunked" else _obstacle(x, head)
-    if reason is not None:
-        raise ValueError(f"linear_cross_entropy: backend {backend!r} cannot run: {reason}")
-    return backend
-
-
-@cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=4)
 
 
 def _check_targets(targets: Tensor, words: int) -> None:

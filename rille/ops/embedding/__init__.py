@@ -3,8 +3,6 @@
 `reference.py` defines the gradient, `run_kernels.py` computes it on a card.
 """
 
-import warnings
-from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -12,11 +10,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from rille.ops.embedding.step import step_tokens
+from rille.ops.settling import settle
 
 __all__ = ["choose_backend", "embed", "step_tokens"]
 
 HAS_TRITON = find_spec("triton") is not None  # asked once: torch.compile cannot trace the question
-BACKENDS = ("triton", "torch")
 
 
 def embed(ids: Tensor, table: Tensor, *, backend: str | None = None) -> Tensor:
@@ -31,7 +29,8 @@ def embed(ids: Tensor, table: Tensor, *, backend: str | None = None) -> Tensor:
     if ids.ndim != 1 or table.ndim != 2:
         raise ValueError(f"embed: ids {tuple(ids.shape)} and table {tuple(table.shape)}; want [N] and [W, D]")
     learns = torch.is_grad_enabled() and table.requires_grad  # else nothing of this op is wanted
-    if _settle(backend, table) == "torch" or not learns:
+    said = "PyTorch's own gradient runs on a GPU"
+    if settle("embed", backend, "torch", lambda: _obstacle(table), table, said) == "torch" or not learns:
         return functional.embedding(ids, table)
     from rille.ops.embedding import launch
 
@@ -55,22 +54,3 @@ def _obstacle(table: Tensor) -> str | None:
     if table.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"the kernels take bf16, fp16 or fp32, not {table.dtype}"
     return None
-
-
-def _settle(backend: str | None, table: Tensor) -> str:
-    if backend is None:
-        name, reason = choose_backend(table)
-        if name == "torch" and table.is_cuda:
-            _warn_once(f"embed: PyTorch's own gradient runs on a GPU: {reason}")
-        return name
-    if backend not in BACKENDS:
-        raise ValueError(f"embed: unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
-    reason = None if backend == "torch" else _obstacle(table)
-    if reason is not None:
-        raise ValueError(f"embed: backend {backend!r} cannot run: {reason}")
-    return backend
-
-
-@cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=4)

@@ -4,19 +4,18 @@ log-probability, and whether every logit is a number.
 `reference.py` is the definition; `row_kernels.py` are the kernels, launched by `launch.py`.
 """
 
-import warnings
-from functools import cache
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from rille.ops.figures import reference
+from rille.ops.settling import settle
 
 __all__ = ["choose_backend", "token_figures"]
 
 HAS_TRITON = find_spec("triton") is not None  # asked once: torch.compile cannot trace the question
-BACKENDS = ("triton", "reference")
+SLOWLY = "the reference runs on a GPU, slowly"
 
 
 @torch.no_grad()
@@ -42,7 +41,7 @@ def token_figures(
     if tokens is not None and drawn is not None:
         raise ValueError("token_figures: tokens are given or drawn, not both")
     heats, numbers = (None, None) if drawn is None else (x.contiguous() for x in drawn)
-    if _settle(backend, logits) == "reference":
+    if settle("token_figures", backend, "reference", lambda: _obstacle(logits), logits, SLOWLY) == "reference":
         return reference.token_figures(logits, tokens, heats, numbers, least)
     from rille.ops.figures import launch
 
@@ -68,22 +67,3 @@ def _obstacle(logits: Tensor) -> str | None:
     if logits.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"the kernels take bf16, fp16 or fp32, not {logits.dtype}"
     return None
-
-
-def _settle(backend: str | None, logits: Tensor) -> str:
-    if backend is None:
-        name, reason = choose_backend(logits)
-        if name == "reference" and logits.is_cuda:
-            _warn_once(f"token_figures: the reference runs on a GPU, slowly: {reason}")
-        return name
-    if backend not in BACKENDS:
-        raise ValueError(f"token_figures: unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
-    reason = None if backend == "reference" else _obstacle(logits)
-    if reason is not None:
-        raise ValueError(f"token_figures: backend {backend!r} cannot run: {reason}")
-    return backend
-
-
-@cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=4)

@@ -4,10 +4,9 @@
 launch the kernels.
 """
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, cast
 
@@ -19,6 +18,7 @@ from rille.ops.linear import is_few, wide_linear
 from rille.ops.moe import grouped, reference, select
 from rille.ops.moe.reference import bin_range, required_bias_histogram
 from rille.ops.norm import rms_norm
+from rille.ops.settling import settle
 from rille.ops.situ import situ_glu, swiglu
 
 __all__ = [
@@ -85,7 +85,7 @@ def route(scores: Tensor, bias: Tensor, top: int, *, backend: str | None = None)
     Raises ValueError unless 1 <= top <= E and the bias has E entries, and for a backend that cannot run.
     """
     _check_route("route", scores, bias, top)
-    if _settle("route", backend, "select", _router_obstacle(scores, bias), scores) == "select":
+    if settle("route", backend, "select", lambda: _router_obstacle(scores, bias), scores) == "select":
         return Routing(*select.route(scores, bias, top))
     from rille.ops.moe import router
 
@@ -115,7 +115,7 @@ def route_logits(
     Raises ValueError as `route` does.
     """
     _check_route("route_logits", logits, bias, top)
-    if _settle("route_logits", backend, "select", _router_obstacle(logits, bias), logits) == "triton":
+    if settle("route_logits", backend, "select", lambda: _router_obstacle(logits, bias), logits) == "triton":
         from rille.ops.moe import router
 
         found = router.router(_dense(logits), bias.detach(), top, scale, renormalise, bins, False, loaded)
@@ -143,7 +143,7 @@ def expert_glu(
     Raises ValueError when shapes or dtypes do not agree, and for a backend that cannot run.
     """
     _check_experts(x, ids, weights, experts)
-    if _settle("expert_glu", backend, "grouped", _experts_obstacle(x, experts), x) == "grouped":
+    if settle("expert_glu", backend, "grouped", lambda: _experts_obstacle(x, experts), x) == "grouped":
         return grouped.expert_glu(x, ids, weights, experts.w13, experts.w2, experts.activation)
     from rille.ops.moe import few, function
 
@@ -167,7 +167,7 @@ def expert_glu_normed(
     _check_experts(x, ids, weights, experts)
     if gain.shape != x.shape[1:]:
         raise ValueError(f"expert_glu_normed: gain of shape {tuple(gain.shape)} for a last axis of {x.shape[1]}")
-    triton = _settle("expert_glu", backend, "grouped", _experts_obstacle(x, experts), x) == "triton"
+    triton = settle("expert_glu", backend, "grouped", lambda: _experts_obstacle(x, experts), x) == "triton"
     if not triton or not _are_few(x, ids, weights, experts, gain):
         return rms_norm(expert_glu(x, ids, weights, experts, backend=backend).to(x.dtype), gain, eps)
     from rille.ops.moe import few
@@ -246,23 +246,6 @@ def _device_obstacle(x: Tensor, dtype: torch.dtype) -> str | None:
         return f"the tensors are on {x.device.type}"
     wanted = dtype if x.is_cuda else torch.float32  # the interpreter's products of bf16 are wrong
     return None if x.dtype == wanted else f"the kernels take {wanted}, not {x.dtype}"
-
-
-def _settle(op: str, backend: str | None, plain: str, obstacle: str | None, x: Tensor) -> str:
-    if backend is None:
-        if x.is_cuda and obstacle is not None:
-            _warn_once(f"{op}: plain PyTorch runs on a GPU, slowly: {obstacle}")
-        return "triton" if x.is_cuda and obstacle is None else plain
-    if backend not in ("triton", plain):
-        raise ValueError(f"{op}: unknown backend {backend!r}; there are triton, {plain}")
-    if backend == "triton" and obstacle is not None:
-        raise ValueError(f"{op}: backend 'triton' cannot run: {obstacle}")
-    return backend
-
-
-@cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=4)
 
 
 def _dense(x: Tensor) -> Tensor:

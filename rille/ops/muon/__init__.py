@@ -4,9 +4,7 @@
 launched by `launch.py`.
 """
 
-import warnings
 from collections.abc import Sequence
-from functools import cache
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -14,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rille.ops.muon import plain, reference
+from rille.ops.settling import warn_once
 
 __all__ = ["Matrices", "choose_backend", "muon_step"]
 
@@ -87,7 +86,7 @@ def _settle(backend: str | None, batch: Sequence[Matrices]) -> str:
     if backend is None:
         name, reason = choose_backend(batch)
         if name == "plain" and batch[0].weight.is_cuda:
-            _warn_once(f"muon_step: plain PyTorch runs on a GPU, slowly: {reason}")
+            warn_once(f"muon_step: plain PyTorch runs on a GPU, slowly: {reason}")
         return name
     if backend not in BACKENDS:
         raise ValueError(f"muon_step: unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
@@ -95,8 +94,3 @@ def _settle(backend: str | None, batch: Sequence[Matrices]) -> str:
     if reason is not None:
         raise ValueError(f"muon_step: backend {backend!r} cannot run: {reason}")
     return backend
-
-
-@cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=4)

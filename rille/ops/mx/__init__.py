@@ -5,8 +5,6 @@ the definition, `stream` runs the kernels. `backend` is "triton" or "torch"; by 
 of a dtype that they take.
 """
 
-import warnings
-from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rille.ops.mx import blocks
+from rille.ops.settling import warn_once
 
 HAS_TRITON = find_spec("triton") is not None  # asked once: torch.compile cannot trace the question
 BACKENDS = ("triton", "torch")
@@ -159,13 +158,8 @@ def _settle(op: str, backend: str | None, dtype: torch.dtype, tensor: Tensor, be
             raise ValueError(f"{op}: backend 'triton' cannot run: {reason}")
         return "triton"
     if backend is None and name != "triton" and tensor.is_cuda:
-        _warn_once(f"{op}: backend 'torch' runs on a GPU, slowly: {reason}")
+        warn_once(f"{op}: backend 'torch' runs on a GPU, slowly: {reason}")
     return "torch" if backend == "torch" or beside else name
-
-
-@cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=4)
 
 
 def _exact_under(w_QC: Tensor, byte_Q: Tensor) -> Tensor:

@@ -8,16 +8,15 @@ into the tensor cores (`expert_gluon.py`). Many tokens, and every other device, 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from rille.ops import moe
 from rille.ops.mx import HAS_TRITON, blocks, dequantise_mxfp4
+from rille.ops.settling import warn_once
 
 __all__ = ["PackedExperts", "check_packed", "choose_packed_backend", "packed_expert_glu"]
 
@@ -123,7 +122,7 @@ def _settle(backend: str | None, x: Tensor, ids: Tensor, experts: PackedExperts)
     if backend is None:
         name, reason = choose_packed_backend(x, ids, experts)
         if x.is_cuda and name == "dequantised" and len(x) <= MOST_TOKENS:
-            _warn_once(f"packed_expert_glu: the weights are dequantised for a few tokens, slowly: {reason}")
+            warn_once(f"packed_expert_glu: the weights are dequantised for a few tokens, slowly: {reason}")
         return name
     if backend not in BACKENDS:
         raise ValueError(f"packed_expert_glu: unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
@@ -131,11 +130,6 @@ def _settle(backend: str | None, x: Tensor, ids: Tensor, experts: PackedExperts)
     if reason is not None:
         raise ValueError(f"packed_expert_glu: backend {backend!r} cannot run: {reason}")
     return backend
-
-
-@cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=4)
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -3,19 +3,18 @@
 `reference.py` is the definition; `rms_kernels.py` are the kernels, launched by `launch.py`.
 """
 
-import warnings
-from functools import cache
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from rille.ops.norm import reference
+from rille.ops.settling import settle
 
 __all__ = ["add_rms_norm", "choose_backend", "gated_rms_norm", "rms_norm"]
 
 HAS_TRITON = find_spec("triton") is not None  # asked once: torch.compile cannot trace the question
-BACKENDS = ("triton", "reference")
+SLOWLY = "the reference runs on a GPU, slowly"
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, backend: str | None = None) -> Tensor:
@@ -29,7 +28,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, backend: str | Non
     Raises ValueError when the gain's length is not D, and for a backend that cannot run.
     """
     _check_gain("rms_norm", x, weight)
-    if _settle("rms_norm", backend, x) == "reference":
+    if settle("rms_norm", backend, "reference", lambda: _obstacle(x), x, SLOWLY) == "reference":
         return reference.rms_norm(x, weight, eps)
     from rille.ops.norm import launch
 
@@ -48,7 +47,7 @@ def add_rms_norm(
         raise ValueError(
             f"add_rms_norm: x {tuple(x.shape)} {x.dtype} and residual {tuple(residual.shape)} {residual.dtype} differ"
         )
-    if _settle("add_rms_norm", backend, x) == "reference":
+    if settle("add_rms_norm", backend, "reference", lambda: _obstacle(x), x, SLOWLY) == "reference":
         total = x + residual
         return reference.rms_norm(total, weight, eps), total
     from rille.ops.norm import launch
@@ -79,7 +78,7 @@ def gated_rms_norm(
         raise ValueError(f"gated_rms_norm: o {tuple(o.shape)} and gate {tuple(gate.shape)} differ in shape")
     if weight.shape != o.shape[-1:]:
         raise ValueError(f"gated_rms_norm: gain of shape {tuple(weight.shape)} for {o.shape[-1]} value channels")
-    if _settle("gated_rms_norm", backend, o, gate) == "reference":
+    if settle("gated_rms_norm", backend, "reference", lambda: _obstacle(o, gate), o, SLOWLY) == "reference":
         return reference.gated_rms_norm(o, gate, weight, eps, dtype)
     from rille.ops.norm import launch
 
@@ -108,25 +107,6 @@ def _obstacle(*tensors: Tensor) -> str | None:
         if not 1 <= x.shape[-1] <= launch.WIDEST:
             return f"the kernels take rows of 1 to {launch.WIDEST} elements, these have {x.shape[-1]}"
     return None
-
-
-def _settle(op: str, backend: str | None, *tensors: Tensor) -> str:
-    if backend is None:
-        name, reason = choose_backend(*tensors)
-        if name == "reference" and tensors[0].is_cuda:
-            _warn_once(f"{op}: the reference runs on a GPU, slowly: {reason}")
-        return name
-    if backend not in BACKENDS:
-        raise ValueError(f"{op}: unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
-    reason = None if backend == "reference" else _obstacle(*tensors)
-    if reason is not None:
-        raise ValueError(f"{op}: backend {backend!r} cannot run: {reason}")
-    return backend
-
-
-@cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=4)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -3,19 +3,18 @@
 `reference.py` is the definition; `glu_kernels.py` are the kernels, launched by `launch.py`.
 """
 
-import warnings
-from functools import cache
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
+from rille.ops.settling import settle
 from rille.ops.situ import reference
 
 __all__ = ["choose_backend", "situ_glu", "swiglu"]
 
 HAS_TRITON = find_spec("triton") is not None  # asked once: torch.compile cannot trace the question
-BACKENDS = ("triton", "reference")
+SLOWLY = "the reference runs on a GPU, slowly"
 
 
 def situ_glu(gate: Tensor, up: Tensor, cap_gate: float, cap_up: float, *, backend: str | None = None) -> Tensor:
@@ -30,7 +29,7 @@ def situ_glu(gate: Tensor, up: Tensor, cap_gate: float, cap_up: float, *, backen
     if cap_gate <= 0 or cap_up <= 0:
         raise ValueError(f"situ_glu: caps must be positive, got {cap_gate} and {cap_up}")
     _same("situ_glu", gate, up)
-    if _settle("situ_glu", backend, gate, up) == "reference":
+    if settle("situ_glu", backend, "reference", lambda: _obstacle(gate), gate, SLOWLY) == "reference":
         return reference.situ_glu(gate, up, cap_gate, cap_up)
     return _triton(gate, up, float(cap_gate), float(cap_up), True)
 
@@ -38,7 +37,7 @@ def situ_glu(gate: Tensor, up: Tensor, cap_gate: float, cap_up: float, *, backen
 def swiglu(gate: Tensor, up: Tensor, *, backend: str | None = None) -> Tensor:
     """gate * sigmoid(gate) * up, the activation of Kimi Linear. Same shapes, dtypes and errors as `situ_glu`."""
     _same("swiglu", gate, up)
-    if _settle("swiglu", backend, gate, up) == "reference":
+    if settle("swiglu", backend, "reference", lambda: _obstacle(gate), gate, SLOWLY) == "reference":
         return reference.swiglu(gate, up)
     return _triton(gate, up, 1.0, 1.0, False)
 
@@ -68,25 +67,6 @@ def _obstacle(gate: Tensor) -> str | None:
     if gate.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"the kernels take bf16, fp16 or fp32, not {gate.dtype}"
     return None
-
-
-def _settle(op: str, backend: str | None, gate: Tensor, up: Tensor) -> str:
-    if backend is None:
-        name, reason = choose_backend(gate, up)
-        if name == "reference" and gate.is_cuda:
-            _warn_once(f"{op}: the reference runs on a GPU, slowly: {reason}")
-        return name
-    if backend not in BACKENDS:
-        raise ValueError(f"{op}: unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
-    reason = None if backend == "reference" else _obstacle(gate)
-    if reason is not None:
-        raise ValueError(f"{op}: backend {backend!r} cannot run: {reason}")
-    return backend
-
-
-@cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=4)
 
 
 def _same(op: str, gate: Tensor, up: Tensor) -> None:
