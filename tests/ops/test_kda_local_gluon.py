@@ -13,47 +13,15 @@ pytest.importorskip("triton")
 
 from rille.ops.kda import backward as kernels
 from rille.ops.kda import backward_local_gluon, backward_prepare_gluon, intra_gluon
-from rille.ops.kda.backward import Gradients, Inputs, local, prepare, reverse, states
-from rille.ops.kda.forward import INTERPRET, intra
-from rille.packing import Packing
+from rille.ops.kda.backward import Gradients, Inputs, local, prepare
+from rille.ops.kda.forward import INTERPRET
 from tests.ops.gluon_on_cpu import Kernel
 from tests.ops.gluon_views_on_cpu import kernels_of
+from tests.ops.kda_last_kernel import assert_repeats_and_keeps_nan, in_bf16
+from tests.ops.kda_last_kernel import draw as inputs_of
 
-H, WIDTH = 2, 128
-DEVICE = "cpu" if INTERPRET else "cuda"
-GATES = {"random": None, "shut": 12.0, "open": -8.0, "shut or open": 0.0}
-LENGTHS: tuple[int, ...] = (17, 70) if INTERPRET else (1, 15, 16, 17, 0, 63, 64, 65, 300)
-Last = tuple[Any, ...]
-
-
-def draw(gate: str, dtype: torch.dtype, size: float = 1.0) -> tuple[Inputs, Last]:
-    """Inputs that bf16 holds exactly, and what the kernels before the last one make of them, rounded alike."""
-    generator, N = torch.Generator().manual_seed(0), sum(LENGTHS)
-    z, q, k, v, do = (torch.randn(N, H, WIDTH, generator=generator) for _ in range(5))
-    logit = GATES[gate]
-    if logit == 0:
-        z = torch.where(z[:, :, :1] < 0, -12.0, 12.0).expand_as(z)
-    elif logit is not None:
-        z = torch.full_like(z, logit)
-    b = torch.randn(N, H, generator=generator)
-    tokens = [x.bfloat16().to(DEVICE, dtype) for x in (q, k, v, 3 * z if logit is None else z, b)]
-    gates = [
-        x.to(DEVICE) for x in (0.3 * torch.randn(H, generator=generator), torch.randn(H, WIDTH, generator=generator))
-    ]
-    packing = Packing.of(LENGTHS, device=DEVICE)
-    indices = (packing.chunks(64).spans, packing.starts, packing.longest_first, packing.chunks(64).first)
-    inputs = Inputs._make([*tokens, *gates, -5.0, *indices, None])
-    made = intra(*inputs[:2], *inputs[3:8], inputs.spans_M2, digits=2)
-    prepared, do = prepare(inputs, digits=2), (size * do).bfloat16().to(DEVICE, dtype)
-    u, before = states(inputs, prepared, made.t_DMHCC)
-    dv, after, _ = reverse(inputs, prepared, made.t_DMHCC, made.a_MHCC, do, None)
-    dv, u, before, after = (x.bfloat16().to(dtype) for x in (dv, u, before, after))
-    return inputs, (do, dv, None, u, before, after, prepared.totals_MH4K, prepared.norms_MH4C)
-
-
-def in_bf16(inputs: Inputs, last: Last) -> tuple[Inputs, Last]:
-    tiles = [x if x is None else x.bfloat16() for x in last[:6]]
-    return Inputs._make([*(x.bfloat16() for x in inputs[:5]), *inputs[5:]]), (*tiles, *last[6:])
+GATES = ("random", "shut", "open", "shut or open")
+draw = partial(inputs_of, -5.0)
 
 
 @pytest.fixture
@@ -102,17 +70,9 @@ def test_twins_agree_on_a_card(gate: str, size: float, request: pytest.FixtureRe
     inputs, last = draw(gate, torch.bfloat16, size)
     wanted = local(inputs, *last)
     request.getfixturevalue("tiled")
-    got, again = local(inputs, *last), local(inputs, *last)
-    assert all(torch.equal(x, y) for x, y in zip(got[:7], again[:7], strict=True))
+    got = local(inputs, *last)
     assert_close(got, wanted, inputs)
-    start = sum(LENGTHS[:6])
-    rows: list[Tensor] = [x.clone() for x in (*inputs[:5], *last[:2])]
-    for x in rows:
-        x[start : start + LENGTHS[6]] = torch.nan
-    spoilt = local(Inputs._make([*rows[:5], *inputs[5:]]), *rows[5:], *last[2:])
-    for x, y in zip((*spoilt[:2], *spoilt[3:5]), (*got[:2], *got[3:5]), strict=True):
-        assert torch.equal(x[:start], y[:start])
-        assert torch.equal(x[start + LENGTHS[6] :], y[start + LENGTHS[6] :])
+    assert_repeats_and_keeps_nan(got, inputs, last)
 
 
 def assert_first_kernels_agree(digits: int, request: pytest.FixtureRequest) -> None:
