@@ -63,8 +63,8 @@ def test_kernels_that_begin_early_give_the_same_bits(monkeypatch, streams):
     params = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
     results = []
     monkeypatch.setattr(products, "tiles_pay", lambda: True)  # plain kernels meet the same weights in the same order
-    for early in (False, True):
-        monkeypatch.setattr(graphs_module, "CHAINED", early)
+    for early in (0, streams):
+        monkeypatch.setattr(graphs_module, "CHAINED_TOKENS", early)
         served = Engine(model, num_pages=1500, hash_unit=64, max_running=64)
         results.append([one for (one,) in served.generate(prompts, params)])
         assert served.runner.graphs is not None and served.runner.graphs._recorded

@@ -94,11 +94,11 @@ def test_resume_is_bit_equal(tmp_path, text, rule):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("lengths", "limit"), [((1,), 0.15), ((70, 300), 0.05), ((2048,), 0.05)])
-def test_fp32_runs_both_ways(lengths, limit):
+@pytest.mark.parametrize("lengths", [(1,), (70, 300), (2048,)])
+def test_fp32_runs_both_ways(lengths):
     """Rows of fp32 take twice the shared memory of bf16; beside the blocked forms of the CPU. Every expert is chosen,
-    since rounding would choose others where few are. KDA's operands are bf16 here too: of one token alone the gradient
-    of its write strength, a sum that cancels, was off by 7.5 % on a card."""
+    since rounding would choose others where few are. KDA's operands are bf16 here too. The loss is along a direction of
+    its own: the square of what is normed hardly changes, and its gradients are what rounding leaves."""
     config = MODEL.replace(num_experts=4, active_experts=4, num_layers=4)
     gradients = {}
     here = new_model(config, seed=2)
@@ -108,8 +108,9 @@ def test_fp32_runs_both_ways(lengths, limit):
     for model in (here, there):
         packing = Packing.of(lengths, device=model.device)
         hidden_ND = model(tokens.to(model.device), Context(packing))
-        hidden_ND.square().mean().backward()
+        direction_ND = torch.sin(torch.arange(hidden_ND.numel()) * 0.7).view(hidden_ND.shape)
+        (hidden_ND * direction_ND.to(model.device)).mean().backward()
         gradients[model] = {name: x.grad.cpu() for name, x in model.named_parameters() if x.grad is not None}
     assert gradients[here].keys() == gradients[there].keys()
     for name, expected in gradients[here].items():
-        assert (gradients[there][name] - expected).norm() <= limit * expected.norm() + 1e-6, name
+        assert (gradients[there][name] - expected).norm() <= 0.05 * expected.norm() + 1e-6, name
