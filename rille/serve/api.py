@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rille.serve import chat_api, completions_api, messages_api, responses_api
 from rille.serve.asking import Json
+from rille.serve.bodies import JsonRoute
 from rille.serve.errors import ApiError, from_refusal, from_validation, from_value_error
 from rille.serve.front import Front
 from rille.serve.schema import Refused, SamplingParams, Unavailable
@@ -55,6 +56,7 @@ class Limits:
 def create_app(front: Front, limits: Limits | None = None) -> FastAPI:
     """The application, for any ASGI server."""
     app = FastAPI(title="Rille", docs_url=None, redoc_url=None)
+    app.router.route_class = JsonRoute
     _add_chat(app, front)
     _add_completions(app, front)
     _add_messages(app, front)
@@ -65,6 +67,7 @@ def create_app(front: Front, limits: Limits | None = None) -> FastAPI:
     app.add_exception_handler(ApiError, _answer_error)  # pyright: ignore[reportArgumentType]
     app.add_exception_handler(RequestValidationError, _answer_validation)  # pyright: ignore[reportArgumentType]
     app.add_exception_handler(HTTPException, _answer_http)  # pyright: ignore[reportArgumentType]
+    app.add_exception_handler(RecursionError, _answer_depth)
     app.add_exception_handler(Exception, _answer_fault)
     app.add_middleware(Gate, limits=limits or Limits())
     return app
@@ -286,6 +289,11 @@ async def _answer_http(request: Request, error: HTTPException) -> Response:
     return response
 
 
+async def _answer_depth(request: Request, error: Exception) -> Response:
+    """JSON that is read at one depth may be too deep for what walks through it later: schemas above all."""
+    return _respond(request.url.path, ApiError(400, "the request nests too deep, a schema in it perhaps; flatten it"))
+
+
 async def _answer_fault(request: Request, error: Exception) -> Response:
     """A fault of ours. What it was is in the server's log, where Starlette writes it; a client learns only that."""
     return _respond(request.url.path, ApiError(500, "the server failed at this request; its log says why"))
@@ -315,7 +323,8 @@ class Gate:
         except ApiError as error:
             await _respond(scope["path"], error)(scope, receive, named)
             return
-        await self.app(scope, inner, named)
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]  # the server sends no body then
+        await self.app({**scope, "method": method}, inner, named)
 
     def _check_key(self, path: str, headers: dict[str, str]) -> None:
         if not self.limits.keys or path in _OPEN:

@@ -170,9 +170,9 @@ class Engine:
             self._post(lambda: self._take_in(request, handle, seed, came, matchers))
         return handle
 
-    def abort(self, id: str) -> None:
+    def abort(self, id: str, index: int | None = None) -> None:
         """As `schema.ServingEngine.abort`."""
-        self._post(lambda: self._abort(id))
+        self._post(lambda: self._abort(id, index))
 
     def generate(
         self, prompts: Iterable[Sequence[int]], params: SamplingParams | Iterable[SamplingParams] | None = None
@@ -333,8 +333,8 @@ class Engine:
         for choice, matcher in zip(choices, matchers, strict=True):
             self._replies[choice] = Reply(choice, seed, self.stop_ids, self.tokenizer, matcher)
 
-    def _abort(self, id: str) -> None:
-        for choice in [choice for choice in self._replies if choice.id == id]:
+    def _abort(self, id: str, index: int | None) -> None:
+        for choice in [choice for choice in self._replies if choice.id == id and index in (None, choice.index)]:
             self._end(choice, [self._replies[choice].end("abort")])
 
     def _end(self, choice: Choice, outputs: Sequence[Output]) -> None:

@@ -91,7 +91,7 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     first = errors[0]
     place = [str(step) for step in first.get("loc", ()) if step != "body"]
     if first.get("type") == "json_invalid":
-        return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+        return ApiError(400, f"the body cannot be read as JSON: {first.get('ctx', {}).get('error', first['msg'])}")
     if not place:
         return ApiError(400, "the body must be a JSON object, with Content-Type: application/json")
     forms = [step for step in place if _FORM.fullmatch(step)]

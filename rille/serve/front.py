@@ -233,8 +233,10 @@ class Turn:
                     reader, tokens = self._readers[index], [one for one in outputs if isinstance(one, TokenOutput)]
                     if tokens and not reader.is_stopped:
                         meter.tokens(index, len(tokens))
-                        yield self._piece(index, reader, tokens)
-                        self._end_idle(over)
+                        piece = self._piece(index, reader, tokens)
+                        if reader.is_stopped:  # what the engine would go on to write nobody reads
+                            self._front.engine.abort(self._handle.id, index)
+                        yield piece
                     if isinstance(last := outputs[-1], Finished):
                         self._check(last, reader)
                         over.add(index)
@@ -243,29 +245,19 @@ class Turn:
                         ended = reader.ended(last)
                         meter.ended(last, ended.usage, reader.is_stopped)
                         yield ended
-                        self._end_idle(over)
         finally:
             if len(over) < self.num_choices:
                 self.abort()
-
-    def _end_idle(self, over: set[int]) -> None:
-        """End in the engine what it still writes, if all of that is behind a stop string."""
-        left = [reader for index, reader in enumerate(self._readers) if index not in over]
-        if left and all(reader.is_stopped for reader in left):
-            self.abort()
 
     def _piece(self, index: int, reader: Reader, tokens: Sequence[TokenOutput]) -> Piece:
         """What came at once makes one piece, up to the token that brings a stop string."""
         events: list[Event] = []
         taken = 0
-        try:
-            for token in tokens:
-                events += reader.take(token)
-                taken += 1
-                if reader.is_stopped:
-                    break
-        except ValueError as error:  # a model may have more words than its tokenizer
-            raise ApiError(500, f"this request failed: {error}") from None
+        for token in tokens:
+            events += reader.take(token)
+            taken += 1
+            if reader.is_stopped:
+                break
         return Piece(index, tuple(join_events(events)), tuple(tokens[:taken]))
 
     def abort(self) -> None:
@@ -273,9 +265,11 @@ class Turn:
         self._front.engine.abort(self._handle.id)
 
     def _check(self, output: Finished, reader: Reader) -> None:
+        if reader.is_stopped:  # whatever became of what nobody reads
+            return
         if output.reason == "error":
             raise ApiError(500, f"this request failed: {output.error or 'the engine says no more'}")
-        if output.reason != "abort" or reader.is_stopped:
+        if output.reason != "abort":
             return
         limit = self._front.timeout_s
         if limit is not None and perf_counter() - self._started >= limit * _LONGEST_BEFORE_TIMEOUT:

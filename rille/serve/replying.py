@@ -87,6 +87,7 @@ class ChatReader:
         self.is_stopped = False
         self._stop_words = frozenset(stop_ids) - frozenset(tokenizer.specials.values())
         self._min_tokens = min_tokens
+        self._tokenizer = tokenizer
         self._parser = Parser(tokenizer, start=channel, drop_calls=drop_calls)
         self._strings = StopStrings(stops)
         self._matched: str | None = None
@@ -95,9 +96,16 @@ class ChatReader:
 
     def take(self, output: TokenOutput) -> list[Event]:
         self._num_tokens += 1
-        events = self._parser.feed_ids([output.token] if output.token not in self._stop_words else ())
+        events = self._read(output.token)
         self._count_reasoning(events)
         return self._pass_on(events)
+
+    def _read(self, token: int) -> list[Event]:
+        if token in self._stop_words:
+            return []
+        if token not in self._tokenizer:  # a model may have more words
+            return self._parser.feed_unknown()
+        return self._parser.feed_ids([token])
 
     def _count_reasoning(self, events: Sequence[Event]) -> None:
         """A token without an event may hold a part of a character: it counts where the next ones do."""

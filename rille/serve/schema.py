@@ -356,8 +356,9 @@ class ServingEngine(Protocol):
         """Queue a request. Raises as `check`."""
         ...
 
-    def abort(self, id: str) -> None:
-        """Stop a request; its open choices finish with reason "abort". An unknown id is a request that has ended."""
+    def abort(self, id: str, index: int | None = None) -> None:
+        """Stop a request, or one choice of it; what is open finishes with reason "abort". An unknown id is a request
+        that has ended."""
         ...
 
     def stats(self) -> EngineStats: ...

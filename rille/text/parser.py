@@ -75,6 +75,11 @@ class Parser:
                 self._reader.other_special(special, ends=token in self._tokenizer.stop_ids)
         return self._reader.take_events()
 
+    def feed_unknown(self) -> list[Event]:
+        """Events of a word that the model has and the tokenizer lacks: U+FFFD."""
+        self._reader.text((self._bytes.finish() if self._bytes else "") + "\ufffd")
+        return self._reader.take_events()
+
     def feed_text(self, piece: str) -> list[Event]:
         """Events of a further piece of text. Raises ValueError for what is no text."""
         if not isinstance(piece, str):

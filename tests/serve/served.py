@@ -52,13 +52,14 @@ class Script:
 
 @dataclass
 class ScriptedEngine:
-    """As `ServingEngine`. requests: what was submitted; aborted: ids. is_checking: a reply that its grammar does not
-    allow never ends."""
+    """As `ServingEngine`. requests: what was submitted; aborted: ids; ended: single choices. is_checking: a reply that
+    its grammar does not allow never ends."""
 
     tokenizer: TrainedTokenizer
     scripts: list[Script] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    ended: list[tuple[str, int]] = field(default_factory=list)
     figures: EngineStats = field(default_factory=EngineStats)
     down: Exception | None = None
     is_checking: bool = True
@@ -85,16 +86,16 @@ class ScriptedEngine:
     def _say(self, handle: RequestHandle, request: Request, script: Script) -> None:
         for index in range(request.params.n):
             ids = list(script.choices[index % len(script.choices)])
+            usage = Usage(len(request.prompt), script.cached, len(ids))
             for outputs in self._outputs(index, ids, request, script):
                 if handle.id in self.aborted:
+                    handle.put([Finished(i, "abort", usage) for i in range(index, request.params.n)])
+                    return
+                if (handle.id, index) in self.ended:
+                    handle.put([Finished(index, "abort", usage)])
                     break
                 handle.put(outputs)
                 time.sleep(script.gap_s)
-            else:
-                continue
-            usage = Usage(len(request.prompt), script.cached, len(ids))
-            handle.put([Finished(i, "abort", usage) for i in range(index, request.params.n)])
-            return
 
     def _outputs(self, index: int, ids: list[int], request: Request, script: Script) -> Iterator[list[Output]]:
         params, stream, strings = request.params, TextStream(self.tokenizer), StopStrings(request.params.stop)
@@ -107,7 +108,7 @@ class ScriptedEngine:
                 matcher.accept(token)
             text, matched = "", None
             if script.text and token not in self.tokenizer.stop_ids:
-                text, matched = strings.feed(stream.feed(token))
+                text, matched = strings.feed(stream.feed(token) if token in self.tokenizer else "\ufffd")
             beyond = self.tokenizer.vocab_size + 1  # a word that only the model has
             top = ((token, -0.5), (5, -2.5), (beyond, -3.5))[: params.top_logprobs]
             written += 1
@@ -128,8 +129,11 @@ class ScriptedEngine:
             assert matcher is not None and matcher.is_over, "the script ends where the grammar does not"
         yield [Finished(index, reason, usage, matched, script.error, strings.finish())]
 
-    def abort(self, id: str) -> None:
-        self.aborted.append(id)
+    def abort(self, id: str, index: int | None = None) -> None:
+        if index is None:
+            self.aborted.append(id)
+        else:
+            self.ended.append((id, index))
 
     def stats(self) -> EngineStats:
         return self.figures

@@ -16,7 +16,7 @@ def test_stop_strings_count_in_the_answer_alone(server, client, tokenizer):
     reply = both(server, client, ids, stop=["STOP", "none"])
     assert reply.choices[0].message.content == "three " and reply.choices[0].finish_reason == "stop"
     assert reply.choices[0].message.reasoning_content == "one STOP two"
-    assert server.engine.aborted and reply.usage.completion_tokens < len(ids)
+    assert server.engine.ended and reply.usage.completion_tokens < len(ids)
     reply = both(server, client, reply_ids(tokenizer, content="three ST"), stop="STOP")
     assert reply.choices[0].message.content == "three ST", "what was held back comes at the end"
 
@@ -33,17 +33,26 @@ def ask(server, body) -> list:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_all_have_stopped_or_ended_is_not_written_on(server, tokenizer, stream):
-    """One choice has ended by itself, the other at a stop string: nobody waits for the rest of that."""
-    server.engine.aborted.clear()
-    ended, stopped = reply_ids(tokenizer, content="one"), reply_ids(tokenizer, content="two STOP" + " more" * 300)
-    server.say(ended, stopped, gap_s=0.001)
+def test_what_has_stopped_is_not_written_on(server, tokenizer, stream):
+    """One choice is at a stop string while another writes on: nobody waits for the rest of the first, and the other is
+    whole."""
+    server.engine.ended.clear()
+    stopped, other = reply_ids(tokenizer, content="two STOP" + " more" * 300), reply_ids(tokenizer, content="one")
+    server.say(stopped, other, gap_s=0.001)
     body = {"model": "tiny", "messages": [USER], "n": 2, "stop": "STOP", "stream": stream}
     parts = ask(server, body)
     said = {0: "", 1: ""}
     for choice in (choice for part in parts for choice in part["choices"]):
         said[choice["index"]] += choice["delta" if stream else "message"].get("content") or ""
-    assert said == {0: "one", 1: "two "} and server.engine.aborted
+    assert said == {0: "two ", 1: "one"}
+    assert [index for _, index in server.engine.ended] == [0], "by itself, with the other still at work"
+
+
+def test_a_fault_behind_a_stop_string_is_nobodys(server, tokenizer):
+    """The reply was whole before what the engine wrote on came to nothing."""
+    server.say(reply_ids(tokenizer, content="one STOP two"), reason="error", error="not a number")
+    [told] = ask(server, {"model": "tiny", "messages": [USER], "stop": "STOP", "stream": False})
+    assert told["choices"][0]["message"]["content"] == "one " and told["choices"][0]["finish_reason"] == "stop"
 
 
 def test_usage_of_several_choices_counts_what_was_there_before():

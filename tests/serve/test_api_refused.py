@@ -118,9 +118,51 @@ def test_bodies_that_are_no_request(server, body):
     assert status == 400 and answer["error"]["message"]
 
 
-def test_a_body_of_ten_thousand_brackets(server):
-    status, answer, _ = server.post(CHAT, b"[" * 10_000)
-    assert status == 400 and answer["error"]["message"]
+@pytest.mark.parametrize(
+    ("odd", "told"),
+    [
+        (b'"metadata": {"a": NaN}', "NaN is no number of JSON"),
+        (b'"metadata": {"a": -Infinity}', "-Infinity is no number of JSON"),
+        (b'"metadata": {"a": [1e999]}', "the number 1e999 is out of range"),
+        (b'"user": "a", "user": "b"', "it gives 'user' twice"),
+        (b'"metadata": {"a": {"b": 1, "b": 1}}', "it gives 'b' twice"),
+        (b'"user": "' + "é".encode("latin-1") + b'"', "it is not UTF-8"),
+        (b'"metadata": {"a": ' + b"9" * 5000 + b"}", "it has a number of thousands of digits"),
+        (b'"metadata": {"a": ' + b"[" * 10_000 + b"]" * 10_000 + b"}", "it nests too deep"),
+        (b'"user": "a"} {', "Extra data"),
+        (b'"user": "a\0"', "Invalid control character at"),
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/messages"])
+def test_what_is_no_json_is_told_in_words(server, path, odd, told):
+    """Whatever a reply would repeat of it, and wherever one of two values would be lost."""
+    status, answer, _ = server.post(path, b'{"model": "tiny", "stream": true, ' + odd + b"}")
+    assert status == 400 and answer["error"]["message"] == f"the body cannot be read as JSON: {told}"
+
+
+def nested(depth: int) -> dict:
+    schema: dict = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+@pytest.mark.parametrize("depth", [20, 150, 250, 450])
+def test_a_schema_of_any_depth_is_taken_or_refused(server, tokenizer, depth):
+    """Deep enough for what walks through it to come to its limit, and less."""
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": nested(depth)}}
+    for path, body in (
+        (CHAT, {"messages": [USER], "tools": [tool("a", parameters=nested(depth))]}),
+        (CHAT, {"messages": [USER], "response_format": form}),
+        ("/v1/responses", {"input": "a", "tools": [{"type": "function", "name": "a", "parameters": nested(depth)}]}),
+        ("/v1/responses", {"input": "a", "metadata": nested(depth)}),
+        ("/tokenize", {"messages": [USER], "tools": [tool("a", parameters=nested(depth))]}),
+    ):
+        server.engine.scripts.clear()
+        server.say(reply_ids(tokenizer, content="{}"))
+        status, answer, _ = server.post(path, body)
+        assert status == 200 or (status == 400 and answer["error"]["message"]), (path, answer)
+        assert status == 200 or depth > 20, answer
 
 
 def test_tool_choice_without_tools_is_fine(server, tokenizer):

@@ -132,6 +132,24 @@ def test_outputs_come_one_by_one_from_a_thread(served, model):
     )
 
 
+@pytest.mark.parametrize("index", [0, 2])
+def test_one_choice_is_ended_and_the_others_go_on(served, model, index):
+    """The one whose reading of the prompt the others shared, or another."""
+    served.start()
+    ids = prompt(70)
+    request = Request(prompt=ids, params=SamplingParams(max_tokens=40, temperature=0, n=3, ignore_eos=True))
+    handle, said = served.submit(request), {0: [], 1: [], 2: []}
+    for output in handle:
+        said[output.index].append(output)
+        if output.index == index and len(said[index]) == 4:
+            served.abort(handle.id, index)
+    for choice, mine in said.items():
+        assert mine[-1].reason == ("abort" if choice == index else "length")
+        assert tuple(o.token for o in mine[:-1]) == alone(model, ids, 40)[: len(mine) - 1]
+    assert len(said[index]) < 40
+    assert served.stats().pages_used == 0
+
+
 def test_many_readers_and_aborts(served, model):
     """Threads that hand in, read a little and leave; nothing is lost and what is read to its end is right."""
     served.start()

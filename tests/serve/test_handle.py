@@ -52,7 +52,7 @@ def test_a_piece_ends_where_a_stop_string_does(front):
     assert isinstance(last, Ended) and last.matched == "STOP"
     assert "".join(event.text for event in piece.events) == "one "
     assert last.usage.completion_tokens == len(piece.tokens) < len(ids)
-    assert "b" in front.engine.aborted
+    assert ("b", 0) in front.engine.ended
 
 
 def test_nothing_is_lost_between_threads():

@@ -208,6 +208,21 @@ def test_d8_a_limit_at_every_place(server):
         assert all(name == "double" for name, _ in said.calls)
 
 
+def test_words_that_the_tokenizer_lacks_are_no_fault_of_a_request(server):
+    """A model may have more: in a text and inside of a character they are U+FFFD, in a tag they break it, in a call's
+    text they stand as in any other."""
+    beyond, half = TOKENIZER.vocab_size + 1, TOKENIZER.encode("é")[:1]
+    close, string = f"{CLOSE}think{SEP}{OPEN}response{SEP}", f'{OPEN}argument key="number" type="string"{SEP}'
+    call = [*markup(f'{OPEN}tools{SEP}{OPEN}call tool="double" index="1"{SEP}{string}'), beyond]
+    call += markup(f"{CLOSE}argument{SEP}{CLOSE}call{SEP}{CLOSE}tools{SEP}{END}")
+    tag = [*markup(OPEN), beyond, *markup(SEP)]
+    said = heard(
+        server, [beyond, *half, beyond, *markup(f"a{close}b"), beyond, *tag, *markup(f"{CLOSE}response{SEP}"), *call]
+    )
+    assert (said.reasoning, said.content) == ("\ufffd\ufffd\ufffda", "b\ufffd")
+    assert said.arguments() == [("double", {"number": "\ufffd"})] and said.reason == "tool_calls"
+
+
 TEXT = "né 🙂 to be, or not to be 日本"
 
 
