@@ -134,11 +134,12 @@ class Front:
     def begin(self, ask: Ask) -> Turn:
         """Start a reply. Raises ValueError, and `Refused` as the engine does."""
         prepared = self.prepare(ask)
+        room = self.room(len(prepared.ids), ask.max_tokens)
         offered = declared_tools(ask.messages, ask.tools)
         grammar = self._grammar(ask, prepared, offered)
         params = SamplingParams(
             **{"logprobs": False, **ask.sampling},
-            max_tokens=self.room(len(prepared.ids), ask.max_tokens),
+            max_tokens=room,
             grammar=grammar,
             grammar_prefix=prepared.grammar_prefix if grammar is not None else "",
         )

@@ -23,6 +23,7 @@ from rille.text.grammar import Grammar
 from rille.text.vocabulary import END_OF_MESSAGE, Tokenizer
 
 _AT = re.compile(r"^at \d+\(\d+\): ")
+_SHOWN = re.compile(r"\n +\d+ \| ")
 _ANY_CUT = '%llguidance {"no_forcing": true}\n'
 
 
@@ -49,8 +50,8 @@ class Vocabulary:
 
         made = LLMatcher(self._compiled, LLMatcher.grammar_from_lark(_ANY_CUT + grammar.lark))
         if made.is_error():
-            fault = _AT.sub("", made.get_error().partition("\n")[0])  # behind it comes the grammar itself, in lines
-            raise ValueError(f"the grammar does not compile: {fault}")
+            fault = _AT.sub("", _SHOWN.split(made.get_error())[0])  # behind it comes the grammar itself, in lines
+            raise ValueError(f"the grammar does not compile: {' '.join(fault.split())}")
         matcher = Matcher(made, self.tokenizer.vocab_size, self.width, self.tokenizer.specials[grammar.stop])
         ids = self.tokenizer.encode(prefix) if prefix else []
         if (valid := matcher.count_valid(ids)) < len(ids):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,7 @@ _VALUES = ("const", "enum", "default", "examples")  # hold values, not schemas
 _KEYWORDS = {"anyOf": list, "oneOf": list, "allOf": list, "enum": list, "$ref": str, "minLength": int, "maxLength": int}
 MAX_LENGTH = 2000  # of a string whose characters a grammar counts
 _DEPTH = 16  # of references and unions at one place
-_LINKS = 200  # of references and unions that are followed to see whether any value begins
+_PARTS = 1_000  # that unions and references at one place may open into
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,10 @@ class Variant:
 
 
 def variants(schema: Any, root: Mapping[str, Any]) -> list[Variant]:
-    """Split a schema by type. root: what `$ref` points into. Raises ValueError for a reference that leads nowhere."""
+    """Split a schema by type. root: what `$ref` points into. Raises ValueError for a reference that leads nowhere, and
+    for unions that open into more parts than a grammar should have."""
     found: list[Variant] = []
-    for variant in _split(schema, root, _DEPTH):
+    for variant in _Splitter(root).split(schema, _DEPTH):
         whole = Variant(variant.type, _with_root(variant.schema, root))
         if whole not in found:
             found.append(whole)
@@ -79,41 +81,45 @@ def _is_lost(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
 
 def check_ends(schema: Any, where: str) -> None:
     """Raise ValueError where a part of a schema is only itself again (`{"$ref": "#"}`): no value ever begins, and a
-    grammar for it lets nothing through."""
-    waiting = [schema]
+    grammar for it lets nothing through. A part begins once those begin that it leaves no way around."""
+    try:
+        needs = {id(node): _needs(node, schema) for node in _nodes(schema)}
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    waiting: dict[int, list[int]] = {}
+    for key, groups in needs.items():
+        for needed in {id(part) for group in groups for part in group}:
+            waiting.setdefault(needed, []).append(key)
+    endless, looked_at = set(needs), list(needs)
+    while looked_at:
+        key = looked_at.pop()
+        if key in endless and all(any(id(part) not in endless for part in group) for group in needs[key]):
+            endless.remove(key)
+            looked_at += waiting.get(key, ())
+    for node in _nodes(schema):
+        if id(node) in endless:
+            raise ValueError(f"{where}: a part of the schema refers to itself before any value begins: {node!r:.80}")
+
+
+def _nodes(schema: Any) -> Iterator[Mapping[str, Any]]:
+    """A schema and those that lie in it, the outer ones first."""
+    waiting = deque([schema])
     while waiting:
-        node = waiting.pop()
+        node = waiting.popleft()
         if isinstance(node, list):
             waiting += node
-        if not isinstance(node, Mapping):
-            continue
-        try:
-            is_itself = _is_itself(node, schema, frozenset(), _LINKS)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
-        if is_itself:
-            raise ValueError(f"{where}: a part of the schema refers to itself before any value begins: {node!r:.80}")
-        waiting += (part for key, part in node.items() if key not in _VALUES)
+        elif isinstance(node, Mapping):
+            yield node
+            waiting += (part for key, part in node.items() if key not in _VALUES)
 
 
-def _is_itself(node: Any, root: Any, followed: frozenset[str], left: int) -> bool:
-    """Whether a schema comes back to itself on every way that it leaves open."""
-    if not isinstance(node, Mapping):
-        return False
-    if left == 0:
-        raise ValueError(f"a schema nests unions or references more than {_LINKS} deep")
+def _needs(node: Mapping[str, Any], root: Any) -> list[list[Any]]:
+    """Groups of schemas: one of each group must begin before this one does."""
     reference = str(node.get("$ref", ""))
-    if reference in followed:
-        return True
-    if reference == "#" or reference.startswith("#/"):
-        target = _resolve(reference, root)
-        if _is_itself(target, root, followed | {reference}, left - 1):
-            return True
+    groups = [[_resolve(reference, root)]] if reference == "#" or reference.startswith("#/") else []
     parts = {key: node[key] if isinstance(node.get(key), list) else [] for key in ("allOf", "anyOf", "oneOf")}
-    if any(_is_itself(part, root, followed, left - 1) for part in parts["allOf"]):
-        return True
-    unions = [branches for branches in (parts["anyOf"], parts["oneOf"]) if branches]
-    return any(all(_is_itself(branch, root, followed, left - 1) for branch in branches) for branches in unions)
+    groups += [[part] for part in parts["allOf"]]
+    return groups + [branches for branches in (parts["anyOf"], parts["oneOf"]) if branches]
 
 
 def loose_keywords(found: Sequence[Variant]) -> list[str]:
@@ -133,36 +139,59 @@ def lengths(schema: Mapping[str, Any]) -> tuple[int, int | None] | None:
     return None if max(least, most or 0) > MAX_LENGTH else (least, most)
 
 
-def _split(schema: Any, root: Mapping[str, Any], depth: int) -> Iterator[Variant]:
-    if schema is False:
-        return
-    if schema is not True and not isinstance(schema, Mapping):
-        raise ValueError(f"a schema must be an object, true or false, not {str(schema)[:80]!r}")
-    _check_keywords({} if schema is True else schema)
-    if depth == 0:
-        raise ValueError(f"a schema nests unions or references more than {_DEPTH} deep")
-    plain = {} if schema is True else {key: value for key, value in schema.items() if key not in _NOTES}
-    for union in ("anyOf", "oneOf"):
-        if union in plain:
-            rest = {key: value for key, value in plain.items() if key != union}
-            for branch in plain[union]:
-                yield from _split(_joined(rest, branch), root, depth - 1)
+class _Splitter:
+    """Opens unions and references. Those of a few lines may open into millions of parts: there is a limit."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root, self._left = root, _PARTS
+
+    def split(self, schema: Any, depth: int) -> Iterator[Variant]:
+        if schema is False:
             return
-    if "$ref" in plain:
-        rest = {key: value for key, value in plain.items() if key != "$ref"}
-        yield from _split(_joined(rest, _resolve(plain["$ref"], root)), root, depth - 1)
-        return
-    kinds = _types(plain, root, depth)
-    if "const" in plain or "enum" in plain:
-        values = [plain["const"]] if "const" in plain else plain["enum"]
-        for kind in TYPES:
-            group = [value for value in values if _type_of(value) == kind]
-            if group and kind in {_written_as(given) for given in kinds}:
-                yield Variant(kind, {"enum": group})
-        return
-    for kind in kinds:
-        if kind != "string" or plain.get("minLength", 0) <= plain.get("maxLength", math.inf):
-            yield Variant(_written_as(kind), {**plain, "type": kind})
+        if schema is not True and not isinstance(schema, Mapping):
+            raise ValueError(f"a schema must be an object, true or false, not {str(schema)[:80]!r}")
+        _check_keywords({} if schema is True else schema)
+        self._left -= 1
+        if depth == 0:
+            raise ValueError(f"a schema nests unions or references more than {_DEPTH} deep")
+        if self._left < 0:
+            raise ValueError(f"a schema's unions and references open into more than {_PARTS:,} parts")
+        plain = {} if schema is True else {key: value for key, value in schema.items() if key not in _NOTES}
+        for union in ("anyOf", "oneOf"):
+            if union in plain:
+                rest = {key: value for key, value in plain.items() if key != union}
+                for branch in plain[union]:
+                    yield from self.split(_joined(rest, branch), depth - 1)
+                return
+        if "$ref" in plain:
+            rest = {key: value for key, value in plain.items() if key != "$ref"}
+            yield from self.split(_joined(rest, _resolve(plain["$ref"], self._root)), depth - 1)
+            return
+        yield from self._of_types(plain, self._types(plain, depth))
+
+    def _of_types(self, plain: Mapping[str, Any], kinds: Sequence[str]) -> Iterator[Variant]:
+        if "const" in plain or "enum" in plain:
+            values = [plain["const"]] if "const" in plain else plain["enum"]
+            for kind in TYPES:
+                group = [value for value in values if _type_of(value) == kind]
+                if group and kind in {_written_as(given) for given in kinds}:
+                    yield Variant(kind, {"enum": group})
+            return
+        for kind in kinds:
+            if kind != "string" or plain.get("minLength", 0) <= plain.get("maxLength", math.inf):
+                yield Variant(_written_as(kind), {**plain, "type": kind})
+
+    def _types(self, schema: Mapping[str, Any], depth: int) -> list[str]:
+        """JSON types that a schema without unions admits."""
+        given = schema.get("type", TYPES)
+        kinds = [given] if isinstance(given, str) else list(given) if isinstance(given, Sequence) else [given]
+        unknown = [kind for kind in kinds if kind not in (*TYPES, "integer")]
+        if unknown:
+            raise ValueError(f"a schema has the type {unknown[0]!r}; types are {', '.join(TYPES)}, integer")
+        for part in schema.get("allOf", ()):
+            admitted = {variant.type for variant in self.split(part, depth - 1)}
+            kinds = [kind for kind in kinds if _written_as(kind) in admitted]
+        return [kind for kind in kinds if not (kind == "integer" and "number" in kinds)]
 
 
 def _check_keywords(schema: Mapping[str, Any]) -> None:
@@ -176,19 +205,6 @@ def _joined(siblings: Mapping[str, Any], schema: Any) -> Any:
     if schema is True:
         return siblings
     return {**siblings, **schema} if isinstance(schema, Mapping) else schema
-
-
-def _types(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> list[str]:
-    """JSON types that a schema without unions admits."""
-    given = schema.get("type", TYPES)
-    kinds = [given] if isinstance(given, str) else list(given) if isinstance(given, Sequence) else [given]
-    unknown = [kind for kind in kinds if kind not in (*TYPES, "integer")]
-    if unknown:
-        raise ValueError(f"a schema has the type {unknown[0]!r}; types are {', '.join(TYPES)}, integer")
-    for part in schema.get("allOf", ()):
-        admitted = {variant.type for variant in _split(part, root, depth - 1)}
-        kinds = [kind for kind in kinds if _written_as(kind) in admitted]
-    return [kind for kind in kinds if not (kind == "integer" and "number" in kinds)]
 
 
 def _written_as(kind: str) -> str:

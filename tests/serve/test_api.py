@@ -58,7 +58,9 @@ def test_clients_understand(server):
 
 def test_b12_too_long_is_refused_before_anything_is_computed(server):
     before = len(server.engine.requests)
-    for body in ({"max_tokens": MAX_LENGTH}, {"messages": [{"role": "user", "content": "word " * 2 * MAX_LENGTH}]}):
+    long = {"messages": [{"role": "user", "content": "word " * 2 * MAX_LENGTH}]}
+    odd = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "odd"}}}}}
+    for body in ({"max_tokens": MAX_LENGTH}, long, {**long, "tools": [odd]}):  # no grammar is made either
         status, answer, _ = server.post(CHAT, {"messages": [USER], **body})
         assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
         assert f"{MAX_LENGTH:,}" in answer["error"]["message"]

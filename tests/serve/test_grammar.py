@@ -208,6 +208,9 @@ def test_a_form_that_asks_more_than_a_grammar_holds_is_refused(vocabulary):
 
 
 def test_faults_are_named(tokenizer, vocabulary):
+    form = {"type": "json_schema", "json_schema": {"schema": {"type": "string", "pattern": "(a"}}}
+    with pytest.raises(ValueError, match=r"regex parse error: \(a \^ error: unclosed group$"):
+        vocabulary.matcher(continuations("response", response_format=form))
     with pytest.raises(ValueError, match="does not compile"):
         vocabulary.matcher(Grammar("start: nowhere"))
     matcher = vocabulary.matcher(continuations("response", response_format=JSON_FORM))

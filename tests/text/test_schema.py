@@ -5,6 +5,7 @@ import json
 import pytest
 
 from rille.text.grammar import continuations
+from rille.text.schema import check_ends, variants
 
 LOOPS = [
     {"$ref": "#"},
@@ -41,3 +42,25 @@ def test_schemas_that_no_value_begins(schema):
 def test_schemas_that_come_back_to_themselves_in_values(schema):
     form = {"type": "json_schema", "json_schema": {"schema": schema}}
     assert "%json" in continuations("think", response_format=form).lark
+
+
+def chained(length: int, width: int, key: str) -> dict:
+    """Definitions each of which names the one before several times: a few lines, and width ** length ways through."""
+    defs: dict = {"d0": {"type": "object", "properties": {"a": {"type": "string"}}}}
+    for number in range(1, length + 1):
+        defs[f"d{number}"] = {key: [{"$ref": f"#/$defs/d{number - 1}"}] * width}
+    return {"$ref": f"#/$defs/d{length}", "$defs": defs}
+
+
+@pytest.mark.parametrize("key", ["allOf", "anyOf", "oneOf"])
+def test_what_takes_few_lines_takes_few_steps(key):
+    """To see that values begin, however many ways lead there; and ways by the million are no grammar."""
+    check_ends(chained(500, 3, key), "here")
+    endless = chained(500, 3, key)
+    endless["$defs"]["d0"] = {"$ref": "#"}
+    with pytest.raises(ValueError, match="here: a part of the schema refers to itself"):
+        check_ends(endless, "here")
+    wide, narrow = chained(7, 30, key), chained(6, 2, key)
+    with pytest.raises(ValueError, match="open into more than 1,000 parts"):
+        variants(wide, wide)
+    assert [variant.type for variant in variants(narrow, narrow)] == ["object"]
