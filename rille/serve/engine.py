@@ -139,7 +139,8 @@ class Engine:
         params = request.params
         if params.grammar is None:
             return [None] * params.n
-        return [self.vocabulary.matcher(params.grammar, params.grammar_prefix) for _ in range(params.n)]
+        first = self.vocabulary.matcher(params.grammar, params.grammar_prefix)
+        return [first, *(first.copy() for _ in range(params.n - 1))]
 
     @property
     def vocabulary(self) -> Vocabulary:

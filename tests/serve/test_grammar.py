@@ -136,6 +136,30 @@ def test_what_was_tried_is_taken_back(tokenizer, vocabulary):
     assert np.array_equal(before, matcher.allowed())
 
 
+def test_a_copy_goes_its_own_way(tokenizer, vocabulary):
+    """From the same place, and lets through at each step what one that was compiled for it does; so does a copy of it
+    from wherever it has come to."""
+    grammar = continuations("response", response_format=JSON_FORM)
+    first = vocabulary.matcher(grammar, '{"ok":')
+    pairs = []
+    for place, text in enumerate(("true}", "false}", "true}")):
+        ids = [*tokenizer.encode(text), *tokenizer.encode_with_specials(ENDING)]
+        pairs.append((first.copy() if place else first, vocabulary.matcher(grammar, '{"ok":'), ids))
+    for step in range(max(len(ids) for _, _, ids in pairs)):
+        for mine, other, ids in pairs:
+            for token in ids[step : step + 1]:
+                mine.accept(token)
+                other.accept(token)
+            assert np.array_equal(mine.copy().allowed(), other.allowed()) and mine.copy().is_over == other.is_over
+            mine.rollback(1)
+            other.rollback(1)
+            assert np.array_equal(mine.allowed(), other.allowed())
+            for token in ids[min(step, len(ids) - 1) :][:1]:
+                mine.accept(token)
+                other.accept(token)
+    assert all(mine.is_over for mine, _, _ in pairs)
+
+
 def test_a_partial_message_is_read_first(tokenizer, vocabulary):
     grammar = continuations("response", response_format=JSON_FORM)
     matcher = vocabulary.matcher(grammar, '{"ok":tr')
