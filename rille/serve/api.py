@@ -47,10 +47,12 @@ _PAGE_HEADERS = {"Content-Security-Policy": "default-src 'self'; img-src 'self' 
 
 @dataclass(frozen=True)
 class Limits:
-    """keys: any of them opens the API, none leaves it open; max_body: bytes of a request."""
+    """keys: any of them opens the API, none leaves it open; max_body: bytes of a request; patience_s: with which the
+    next bytes of a body are waited for."""
 
     keys: tuple[str, ...] = ()
     max_body: int = 64 << 20
+    patience_s: float = 60.0
 
 
 def create_app(front: Front, limits: Limits | None = None) -> FastAPI:
@@ -335,13 +337,13 @@ class Gate:
             raise ApiError(401, "no valid API key: give one as Authorization: Bearer KEY", code="invalid_api_key")
 
     async def _bounded(self, headers: dict[str, str], receive: Receive) -> Receive:
-        """Read the body, up to the limit, and hand it on. Raises ApiError 413."""
+        """Read the body, up to the limit, and hand it on. Raises ApiError 413 and 408."""
         size, parts, limit = 0, [], self.limits.max_body
         length = headers.get("content-length", "0")
         if not length.isdigit() or int(length) > limit:
             raise self._too_large(length)
         while True:
-            message = await receive()
+            message = await self._soon(receive)
             parts.append(message)
             size += len(message.get("body", b""))
             if size > limit:
@@ -353,6 +355,14 @@ class Gate:
             return parts.pop(0) if parts else await receive()
 
         return again
+
+    async def _soon(self, receive: Receive) -> Message:
+        try:
+            async with asyncio.timeout(self.limits.patience_s):
+                return await receive()
+        except TimeoutError:
+            text = f"nothing more of the body has come for {self.limits.patience_s:g} s, and it is not whole"
+            raise ApiError(408, text, code="timeout", closes=True) from None
 
     def _too_large(self, size: str) -> ApiError:
         text = f"the body has {size} bytes; this server takes at most {self.limits.max_body:,}"

@@ -32,7 +32,7 @@ LONGEST_MESSAGE = 1000
 
 class ApiError(Exception):
     """A request that ends with `status`. code, param: as OpenAI's error object has them; retry_after_s: when to ask
-    again."""
+    again; closes: nothing sensible can follow on this connection."""
 
     def __init__(
         self,
@@ -42,15 +42,16 @@ class ApiError(Exception):
         code: str | None = None,
         param: str | None = None,
         retry_after_s: float | None = None,
+        closes: bool = False,
     ):
         super().__init__(_readable(message))
         self.status, self.code, self.param, self.retry_after_s = status, code, param, retry_after_s
+        self.closes = closes
 
     @property
     def headers(self) -> dict[str, str]:
-        if self.retry_after_s is None:
-            return {}
-        return {"Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
+        wait = {} if self.retry_after_s is None else {"Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
+        return {**wait, **({"Connection": "close"} if self.closes else {})}
 
     def openai(self) -> dict[str, Any]:
         """The body of the OpenAI APIs."""

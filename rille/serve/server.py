@@ -26,6 +26,7 @@ from rille.serve.chat import check_chat_format, read_image_config
 from rille.serve.config import ServeConfig
 from rille.serve.engine import Engine
 from rille.serve.front import Abilities, Front
+from rille.serve.patience import PatientProtocol
 from rille.text.images import ImageConfig
 
 if TYPE_CHECKING:
@@ -137,6 +138,11 @@ class Server(uvicorn.Server):
 def run(app: FastAPI, engine: Engine, listener: socket.socket) -> None:
     """Answer until a signal, which then does what it does elsewhere."""
     settings = uvicorn.Config(
-        app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=GRACE_S
+        app,
+        http=PatientProtocol,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=GRACE_S,
     )
     Server(settings, engine).run(sockets=[listener])

@@ -17,6 +17,7 @@ from rille.serve.api import Limits, create_app
 from rille.serve.front import Abilities, Front
 from rille.serve.grammar import Vocabulary
 from rille.serve.handle import RequestHandle
+from rille.serve.patience import PatientProtocol
 from rille.serve.schema import (
     EngineStats,
     Finished,
@@ -191,7 +192,8 @@ class Served:
 @contextmanager
 def listening(app: Any) -> Iterator[str]:
     """Serve an application on a free port, in a thread."""
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical", lifespan="off"))
+    settings = uvicorn.Config(app, host="127.0.0.1", port=0, http=PatientProtocol, log_level="critical", lifespan="off")
+    server = uvicorn.Server(settings)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

@@ -1,0 +1,55 @@
+"""Connections that never say what they want: closed, since each holds a place that others could have. No torch here.
+
+opened, or idle  --HEAD_S-->  closed        a head of more than MAX_HEAD bytes: closed
+head is whole    ->  a request under way, which `Gate` and the engine have limits for
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+HEAD_S = 30.0  # for the head of a request, from its first byte or the opened connection on
+MAX_HEAD = 1 << 18
+
+
+class PatientProtocol(HttpToolsProtocol):
+    """uvicorn's own waits without end for a head, and for anything at all after something that was no request."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._clock: asyncio.TimerHandle | None = None
+        self._in_head, self._num_head = False, 0
+        self._start()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._num_head = self._num_head + len(data) if self._in_head else 0
+        if self._num_head > MAX_HEAD:
+            self.transport.close()
+        elif self.cycle is not None and not self.cycle.response_complete:
+            self._stop()
+        else:
+            self._start()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = True
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._in_head = False
+
+    def _start(self) -> None:
+        if self._clock is None:
+            self._clock = self.loop.call_later(HEAD_S, self.transport.close)
+
+    def _stop(self) -> None:
+        if self._clock is not None:
+            self._clock.cancel()
+            self._clock = None

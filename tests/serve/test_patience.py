@@ -1,0 +1,84 @@
+"""Clients that do not say what they want, or not to its end: whoever waits for them stops, and others are answered."""
+
+import json
+import socket
+from contextlib import contextmanager
+
+import pytest
+
+from rille.serve import patience
+from rille.serve.api import Limits
+from tests.serve.served import serving
+
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def server(tokenizer):
+    with serving(tokenizer, Limits(patience_s=0.2, max_body=10_000)) as served:
+        yield served
+
+
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch):
+    monkeypatch.setattr(patience, "HEAD_S", 0.2)
+
+
+@contextmanager
+def line(server):
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as open_line:
+        yield open_line
+
+
+def heard(open_line) -> bytes:
+    """All that comes until the server closes; it is a fault if that never happens."""
+    parts = []
+    while part := open_line.recv(65536):
+        parts.append(part)
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /health HT", HEALTH[:-2], HEALTH[:-2] + b"X: a", b"\r\n\r\n"])
+def test_a_head_that_does_not_come_is_not_waited_for(server, said):
+    with line(server) as open_line:
+        open_line.sendall(said)
+        assert heard(open_line) == b""
+
+
+def test_a_head_without_end_is_not_read_on(server, monkeypatch):
+    monkeypatch.setattr(patience, "HEAD_S", 1000)
+    with line(server) as open_line:
+        open_line.sendall(b"GET /health HTTP/1.1\r\nX: ")
+        with pytest.raises(OSError):
+            for _ in range(1000):
+                open_line.sendall(b"a" * 10_000)
+
+
+@pytest.mark.parametrize("head", [b"Content-Length: 100\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n1\r\n"])
+def test_a_body_that_does_not_come_is_408_and_the_line_closes(server, head):
+    with line(server) as open_line:
+        open_line.sendall(HEAD + head + b"{")
+        told = heard(open_line)
+        assert told.startswith(b"HTTP/1.1 408 ") and b"connection: close" in told.lower()
+        assert "0.2 s" in json.loads(told.partition(b"\r\n\r\n")[2])["error"]["message"]
+
+
+def test_who_is_told_before_the_end_of_a_body_can_say_it_all(server):
+    """A body that is too large is refused at once; the rest of it is read and dropped, so that the answer arrives."""
+    with line(server) as open_line:
+        open_line.sendall(HEAD + b"Content-Length: 3000000\r\n\r\n" + b" " * 3_000_000)
+        assert open_line.recv(100).startswith(b"HTTP/1.1 413 ")
+        assert heard(open_line)
+
+
+def test_a_line_that_is_kept_open_serves_on(server):
+    with line(server) as open_line:
+        for count in (1, 1, 3):  # more than one: before the first is answered
+            open_line.sendall(HEALTH * count)
+            told = b""
+            while told.count(b'{"status":"ok"}') < count:
+                part = open_line.recv(65536)
+                assert part
+                told += part
