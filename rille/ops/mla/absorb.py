@@ -71,12 +71,11 @@ def gated_values(
 
 def _settle(op: str, backend: str | None, cache: LatentCache | None, *tensors: Tensor) -> bool:
     """Whether the kernel runs."""
-    reason = _obstacle(cache, *tensors)
-    if backend is None:
-        return not reason and tensors[0].is_cuda and 0 < len(tensors[0]) <= MOST_ROWS
+    if backend is None:  # the device first: to ask for the rest loads Triton, 70 MiB that a CPU has no use for
+        return tensors[0].is_cuda and 0 < len(tensors[0]) <= MOST_ROWS and not _obstacle(cache, *tensors)
     if backend not in BACKENDS:
         raise ValueError(f"{op}: unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
-    if backend == "triton" and reason:
+    if backend == "triton" and (reason := _obstacle(cache, *tensors)):
         raise ValueError(f"{op}: backend 'triton' cannot run: {reason}")
     return backend == "triton"
 
