@@ -25,6 +25,7 @@ from rille.serve.trial import can_try
 from rille.text.tokenizer import load_tokenizer
 from rille.text.vocabulary import Tokenizer
 
+REMEMBERED = 4  # times as many boundaries as the pool holds are known after their pages are gone
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -90,7 +91,15 @@ def new_scheduler(pages: Pages, num_pages: int, config: EngineConfig, max_positi
         exact_above=LARGEST_UNIT if config.hash_unit is None else 0,
     )
     unit = config.hash_unit if config.hash_unit is not None else unit_for(layout.page_tokens, layout.groups)
-    cache = PrefixCache(num_pages, layout.page_tokens, layout.groups, unit=unit, retention=retention, tier=tier)
+    cache = PrefixCache(
+        num_pages,
+        layout.page_tokens,
+        layout.groups,
+        unit=unit,
+        retention=retention,
+        tier=tier,
+        remember=min(1 << 18, REMEMBERED * -(-num_pages * layout.page_tokens // unit)),
+    )
     max_length = config.max_length if config.max_length is not None else max_positions
     budget = config.token_budget
     limits = SchedulerConfig(

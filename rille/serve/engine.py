@@ -31,6 +31,7 @@ from rille.serve.handle import RequestHandle
 from rille.serve.paged import Pages
 from rille.serve.reply import Reply
 from rille.serve.requests import check_request, collect, picture_spans
+from rille.serve.resident import Rest
 from rille.serve.runner import Runner
 from rille.serve.schema import (
     Completion,
@@ -47,6 +48,7 @@ from rille.serve.settings import EngineConfig
 from rille.serve.speculation import Drafter
 from rille.serve.stepping import Stepper
 from rille.serve.totals import Totals
+from rille.serve.warm import warm_up
 from rille.text.vocabulary import Tokenizer
 
 
@@ -281,10 +283,23 @@ class Engine:
             self._thread = None
         self._end_all("abort")
 
+    def warm_up(self) -> None:
+        """Take the memory that requests will need, and load what they would wait for. On a GPU, where the pool is taken
+        already and kernels are made for what is asked, there is nothing to do. Raises OSError where the engine's thread
+        has failed at it."""
+        if self.pages.device.type == "cpu":
+            self._between_steps(lambda: warm_up(self.pages, self.scheduler.cache, self.runner))
+        if self._closing:
+            raise OSError("the engine has stopped before the first request; its log says why")
+
     def _run(self) -> None:
+        rest = Rest()
         try:
             while not self._closing:
-                if not self.step():
+                if self.step():
+                    rest.worked()
+                else:
+                    rest.idle()
                     self._wake.wait(timeout=0.05)  # deadlines pass without anybody waking us
                     self._wake.clear()
         finally:

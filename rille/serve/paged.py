@@ -12,6 +12,7 @@ Suffixes: S sequences, G groups of KDA layers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from mmap import PAGESIZE
 
 import torch
 from torch import Tensor
@@ -66,6 +67,12 @@ class Pages:
         size = torch.Size(shape).numel()
         start = at // dtype.itemsize
         return self.bytes.view(dtype)[:, start : start + size].unflatten(1, shape)
+
+    def touch(self) -> None:
+        """Have the system give all memory of a pool on a CPU, which it does at the first write to each page of its own.
+        Contents stay."""
+        if self.device.type == "cpu":
+            self.bytes.view(-1)[::PAGESIZE].add_(0)
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Carry out copies; no page is both read and written by them. Whole pages are copied even where a few rows
