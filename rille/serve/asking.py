@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rille.serve.schema import MAX_TOP_LOGPROBS
 from rille.text.chat import EFFORTS
@@ -20,16 +20,20 @@ UsageIn = Literal["none", "last", "every"]
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1024
 MAX_CHOICES = 128
+Limit = Annotated[int, Field(ge=1)]  # of tokens; here, since below it has one name whatever a body calls it
 
 # How the scales of other APIs fall on the three efforts that the model knows; "none" is no thinking.
 _EFFORTS = {"minimal": "low", "medium": "high", "xhigh": "max", **{effort: effort for effort in EFFORTS}}
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,17}")
+_MESSAGE = re.compile(r"messages\[([0-9]+)\]")
 _TOOL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,255}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
     """messages, tools, response_format: in the OpenAI form. tool_name: the one tool that must be called. stop: ends the
-    answer, not the thinking. sampling: fields of `SamplingParams`; max_tokens None: as long as there is room."""
+    answer, not the thinking. sampling: fields of `SamplingParams`; max_tokens None: as long as there is room. places:
+    where each message stands in the body, if that is not `messages` itself."""
 
     messages: Sequence[Json]
     tools: Sequence[Json] | None = None
@@ -42,6 +46,12 @@ class Ask:
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    places: Sequence[str] = ()
+
+    def in_its_words(self, fault: str) -> str:
+        """A fault of a message as one of what the client has sent."""
+        found = _MESSAGE.match(fault)
+        return f"{self.places[int(found[1])]}{fault[found.end() :]}" if found and self.places else fault
 
 
 class Body(BaseModel):
@@ -124,18 +134,18 @@ class SamplingBody(Body):
 
 def read_bias(bias: Mapping[str, float]) -> dict[int, float]:
     """Token ids come as texts, for JSON has no other keys. Raises ValueError."""
-    wrong = [key for key in bias if not key.isascii() or not key.isdigit()]
+    wrong = [key for key in bias if not _TOKEN_ID.fullmatch(key)]
     if wrong:
-        raise ValueError(f"logit_bias has the key {wrong[0]!r}; keys must be token ids")
+        raise ValueError(f"logit_bias has the key {wrong[0]!r:.80}; keys must be token ids")
     return {int(key): value for key, value in bias.items()}
 
 
-def read_stops(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+def read_stops(stop: str | Sequence[str] | None, name: str = "stop") -> tuple[str, ...]:
     """Raises ValueError for empty, too long or too many stop strings."""
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if len(stops) > MAX_STOPS or any(not 0 < len(text) <= MAX_STOP_LENGTH for text in stops):
         raise ValueError(
-            f"stop has {len(stops)} texts of {sorted({len(text) for text in stops})} characters; it may have "
+            f"{name} has {len(stops)} texts of {sorted({len(text) for text in stops})} characters; it may have "
             f"{MAX_STOPS}, each of 1 to {MAX_STOP_LENGTH:,}"
         )
     return stops

@@ -17,6 +17,7 @@ from rille.serve.asking import (
     Ask,
     Body,
     Json,
+    Limit,
     SamplingBody,
     UsageIn,
     read_effort,
@@ -46,8 +47,8 @@ class ChatBody(SamplingBody):
     response_format: Json | None = None
     reasoning_effort: str | None = None
     thinking: Thinking | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_tokens: Limit | None = None
+    max_completion_tokens: Limit | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     modalities: list[Literal["text"]] | None = None

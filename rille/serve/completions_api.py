@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
-from rille.serve.asking import Ask, Body, Json, SamplingBody, UsageIn, read_stops, read_top_logprobs
+from rille.serve.asking import Ask, Body, Json, Limit, SamplingBody, UsageIn, read_stops, read_top_logprobs
 from rille.serve.chat_api import usage_body, usage_so_far, with_known_role
 from rille.serve.front import Front, Turn
 from rille.serve.replying import Ended, Gathered, Piece, total
@@ -27,7 +27,7 @@ MAX_PROMPTS = 256
 
 class CompletionBody(SamplingBody):
     prompt: str | list[str] | list[int] | list[list[int]]
-    max_tokens: int | None = 16
+    max_tokens: Limit | None = 16
     logprobs: int | None = None
     echo: bool | None = None
     return_token_ids: bool | None = None

@@ -22,8 +22,11 @@ _OPENAI_TYPES = {
     503: "overloaded_error",
 }
 _ANTHROPIC_TYPES = {**_OPENAI_TYPES, 500: "api_error"}
-_NAMED = re.compile(r"(messages|tools|tool_choice|response_format|stop|n|[a-z]+(?:_[a-z]+)+|temperature)\b")
-
+_NAMED = re.compile(
+    r"(messages|tools|stop|n|[a-z]+(?:_[a-z]+)+|temperature|prompt|seed|logprobs|input|instructions|include|system|thinking)"
+    r"\b"
+)
+_CALLED = {"stop_ids": "stop_token_ids"}  # in bodies; the others have the same name there
 
 _FORM = re.compile(r"str|int|bool|(list|dict)\[.*\]")  # what stands in the place of a fault for one form of several
 
@@ -83,8 +86,11 @@ def from_refusal(error: Refused) -> ApiError:
 
 def from_value_error(error: ValueError) -> ApiError:
     """What the user can mend. The parameter is the first word of the message, where that names one."""
-    named = _NAMED.match(str(error))
-    return ApiError(400, str(error), code="invalid_value", param=named[1] if named else None)
+    text = str(error)
+    if (named := _NAMED.match(text)) is None:
+        return ApiError(400, text, code="invalid_value")
+    name = _CALLED.get(named[1], named[1])
+    return ApiError(400, name + text[named.end() :], code="invalid_value", param=name)
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:

@@ -95,6 +95,12 @@ class Front:
 
     def prepare(self, ask: Ask) -> Prepared:
         """The prompt of a conversation in tokens. Raises ValueError."""
+        try:
+            return self._prepare(ask)
+        except ValueError as error:
+            raise ValueError(ask.in_its_words(str(error))) from None
+
+    def _prepare(self, ask: Ask) -> Prepared:
         check_tools(ask.messages, ask.tools)
         check_response_format(ask.response_format)
         urls = [url for message in ask.messages for url in picture_urls(message)]

@@ -21,8 +21,11 @@ _TOOL_KEYS = ("type", "name", "description", "input_schema", "strict", "cache_co
 
 @dataclass(frozen=True)
 class Listed:
+    """places: where each message stands in the body."""
+
     messages: list[Json]
     tools: list[Json] | None
+    places: list[str]
 
 
 # --- Anthropic --------------------------------------------------------------------------------------------------------
@@ -33,14 +36,18 @@ def from_anthropic(
 ) -> Listed:
     """A last message of the assistant is one that is to be continued. Raises ValueError."""
     listed: list[Json] = []
+    places: list[str] = []
     text = _joined(system, "system") if system is not None else ""
     if text:
         listed.append({"role": "system", "content": text})
+        places.append("system")
     for i, message in enumerate(messages):
         listed += _from_blocks(message, f"messages[{i}]")
+        places += [f"messages[{i}]"] * (len(listed) - len(places))
     if listed and listed[-1]["role"] == "assistant" and not listed[-1].get("tool_calls"):
         listed[-1]["partial"] = True
-    return Listed(listed, None if tools is None else [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)])
+    made = None if tools is None else [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+    return Listed(listed, made, places)
 
 
 def _joined(content: str | Sequence[Any], where: str) -> str:
@@ -158,6 +165,7 @@ _TEXT_PARTS = ("input_text", "output_text", "text")
 def from_responses(given: str | Sequence[Any], instructions: str | None, tools: Sequence[Any] | None) -> Listed:
     """Raises ValueError."""
     listed: list[Json] = [{"role": "system", "content": instructions}] if instructions else []
+    places = ["instructions"] * len(listed)
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     turn: Json | None = None  # the assistant's, as long as it goes on
     for i, item in enumerate(items):
@@ -168,6 +176,7 @@ def from_responses(given: str | Sequence[Any], instructions: str | None, tools: 
             if turn is None or (kind != "function_call" and (turn["content"] or turn.get("tool_calls"))):
                 turn = {"role": "assistant", "content": "", "reasoning_content": ""}
                 listed.append(turn)
+                places.append(where)
             _extend(turn, kind, item, where)
             continue
         turn = None
@@ -178,7 +187,9 @@ def from_responses(given: str | Sequence[Any], instructions: str | None, tools: 
         else:
             known = "message, reasoning, function_call, function_call_output"
             raise ValueError(f"{where} is of type {kind!r}; this server takes {known}")
-    return Listed(listed, None if tools is None else [_flat_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)])
+        places.append(where)
+    made = None if tools is None else [_flat_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+    return Listed(listed, made, places)
 
 
 def _extend(turn: Json, kind: str, item: Mapping[str, Any], where: str) -> None:

@@ -16,7 +16,7 @@ from contextlib import aclosing
 from typing import Any, Literal
 from uuid import uuid4
 
-from rille.serve.asking import Ask, Body, Json, check_keys, read_effort, read_stops
+from rille.serve.asking import Ask, Body, Json, Limit, check_keys, read_effort, read_stops
 from rille.serve.front import Front, Turn
 from rille.serve.history import from_anthropic
 from rille.serve.replying import Call, Ended, Gathered
@@ -62,7 +62,7 @@ class MessagesBody(Body):
 
     model: str
     messages: list[Json]
-    max_tokens: int
+    max_tokens: Limit
     system: str | list[Json] | None = None
     tools: list[Json] | None = None
     tool_choice: ToolChoice | None = None
@@ -96,9 +96,10 @@ class MessagesBody(Body):
             tool_name=name,
             parallel=parallel,
             response_format=self._format(),
-            stop=read_stops(self.stop_sequences),
+            stop=read_stops(self.stop_sequences, "stop_sequences"),
             max_tokens=self.max_tokens,
             sampling=sampling,
+            places=listed.places,
         )
 
     def _choice(self) -> tuple[str | None, str | None, bool]:

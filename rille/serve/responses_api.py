@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from uuid import uuid4
 
-from rille.serve.asking import Ask, Body, Json, read_effort, read_tool_choice
+from rille.serve.asking import Ask, Body, Json, Limit, read_effort, read_tool_choice
 from rille.serve.chat_api import new_call_id
 from rille.serve.errors import ApiError
 from rille.serve.front import Turn
@@ -58,7 +58,7 @@ class ResponsesBody(Body):
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     text: TextFormat | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: Limit | None = None
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
@@ -101,6 +101,7 @@ class ResponsesBody(Body):
             response_format=self._format(),
             max_tokens=self.max_output_tokens,
             sampling=sampling,
+            places=listed.places,
         )
 
     def _format(self) -> Json | None:

@@ -33,6 +33,8 @@ from rille.text.vocabulary import kind
 
 MAX_PIXELS = 89_478_485  # of one picture before it is resized: what Pillow takes for harmless
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV")
+# Pillow knows others, some of which it hands to programs that it finds (EPS to Ghostscript).
+FORMATS = ("AVIF", "BMP", "GIF", "ICO", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 _IGNORED = ("config_type", "sample_fps", "temporal_merge_kernel_size")  # of videos that the release does not read
 
 Source = str | Path | bytes | Image.Image
@@ -169,10 +171,10 @@ def open_image(source: Source, name: str = "image") -> Image.Image:
     image = source
     try:
         if isinstance(source, bytes):
-            image = Image.open(io.BytesIO(source))
+            image = Image.open(io.BytesIO(source), formats=FORMATS)
         elif isinstance(source, str | Path):
             name = f"{name} ({source})"
-            image = Image.open(source)
+            image = Image.open(source, formats=FORMATS)
         if not isinstance(image, Image.Image):
             raise ValueError(f"{name} must be a path, bytes or a PIL image, not {kind(source)}")
         _check_size(image, name)
@@ -180,8 +182,9 @@ def open_image(source: Source, name: str = "image") -> Image.Image:
     except Image.DecompressionBombError:
         raise ValueError(f"{name} has more than the {MAX_PIXELS:,} pixels that are allowed") from None
     except UnidentifiedImageError:
+        known = ", ".join(FORMATS)
         raise ValueError(
-            f"{name} cannot be read: it is no picture of a known format, or its beginning is lost"
+            f"{name} cannot be read: it is no picture of a known format ({known}), or its beginning is lost"
         ) from None
     except (OSError, SyntaxError, EOFError) as error:
         raise ValueError(f"{name} cannot be read: {' '.join(str(error).split())}") from None

@@ -3,6 +3,7 @@ they look odd."""
 
 import pytest
 
+from rille.serve.errors import from_value_error
 from tests.serve.scripted import reply_ids
 from tests.serve.test_api_chat import FORMAT, TOOL, USER
 
@@ -208,6 +209,72 @@ def test_forms_that_a_value_may_have_are_listed(server):
         assert error["param"] == name and error["message"] == f"{name}: this is none of {forms}"
 
 
-def test_the_parameter_is_named(server):
-    for body, param in (({"temperature": 200}, "temperature"), ({"tools": [tool("1")]}, "tools"), ({"x": 1}, "x")):
-        assert server.post(CHAT, {"messages": [USER], **body})[1]["error"]["param"] == param
+NAMED = {
+    CHAT: (
+        ({"temperature": 200}, "temperature"),
+        ({"tools": [tool("1")]}, "tools"),
+        ({"x": 1}, "x"),
+        ({"seed": -1}, "seed"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"logit_bias": {"05": 1, "5": 2}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ),
+    "/v1/completions": (
+        ({"prompt": []}, "prompt"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs"),
+    ),
+    "/v1/messages": (
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking"),
+    ),
+    "/v1/responses": (
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": []}, "messages"),
+        ({"include": ["reasoning"]}, "include"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("path", "body", "name"), [(path, *one) for path, every in NAMED.items() for one in every])
+def test_the_parameter_is_named(server, path, body, name):
+    """As the body calls it, whatever its name is further down."""
+    least = {
+        CHAT: {"messages": [USER]},
+        "/v1/completions": {},
+        "/v1/messages": {"model": "tiny", "messages": [USER], "max_tokens": 5},
+        "/v1/responses": {"input": "a"},
+    }[path]
+    status, answer, _ = server.post(path, {**least, **body})
+    assert status == 400 and answer["error"]["message"].startswith(name)
+    assert answer["error"].get("param", name) == name
+
+
+def test_what_the_engine_calls_otherwise_is_told_by_its_name_in_bodies():
+    error = from_value_error(ValueError("stop_ids has ids from 440 to 440; the vocabulary has 0..439"))
+    assert error.param == "stop_token_ids" and str(error).startswith("stop_token_ids has ids from 440")
+
+
+CALLS = [{"type": "tool_use", "id": "a", "name": "", "input": {}}]
+NO_ARGUMENTS = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "[1]"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "place"),
+    [
+        ("/v1/messages", {"messages": [USER, {"role": "assistant", "content": CALLS}]}, "messages[1].tool_calls[0]"),
+        ("/v1/messages", {"messages": [USER, USER, {"role": "tool"}]}, "messages[2] has the role"),
+        ("/v1/responses", {"input": [USER, NO_ARGUMENTS]}, "input[1].tool_calls[0] (f): arguments"),
+        ("/v1/responses", {"input": [USER, {"role": "assistant", "content": "a"}, USER, {"role": "tool"}]}, "input[3]"),
+        ("/v1/responses", {"input": [USER, {"role": "x", "content": "a"}]}, "input[1] has the role"),
+    ],
+)
+def test_a_place_is_told_as_the_client_knows_it(server, path, body, place):
+    """What stands before the messages, or became several of them, moves no number."""
+    head = {"model": "tiny", "max_tokens": 5, "system": "s"} if path == "/v1/messages" else {"instructions": "s"}
+    for tools in ({}, {"tools": []}):
+        status, answer, _ = server.post(path, {**head, **body, **tools})
+        assert status == 400 and answer["error"]["message"].startswith(place), answer
