@@ -35,7 +35,7 @@ LONGEST_MESSAGE = 1000
 
 class ApiError(Exception):
     """A request that ends with `status`. code, param: as OpenAI's error object has them; retry_after_s: when to ask
-    again; closes: nothing sensible can follow on this connection."""
+    again; closes: nothing sensible can follow on this connection; details: what a client of Anthropic's goes by."""
 
     def __init__(
         self,
@@ -46,10 +46,11 @@ class ApiError(Exception):
         param: str | None = None,
         retry_after_s: float | None = None,
         closes: bool = False,
+        details: Mapping[str, Any] | None = None,
     ):
         super().__init__(_readable(message))
         self.status, self.code, self.param, self.retry_after_s = status, code, param, retry_after_s
-        self.closes = closes
+        self.closes, self.details = closes, details
 
     @property
     def headers(self) -> dict[str, str]:
@@ -64,7 +65,8 @@ class ApiError(Exception):
     def anthropic(self) -> dict[str, Any]:
         """The body of the Anthropic API."""
         kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": str(self)}}
+        details = {} if self.details is None else {"details": self.details}
+        return {"type": "error", "error": {"type": kind, "message": str(self), **details}}
 
 
 def _readable(message: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from rille.serve.asking import Ask, Body, Json, Limit, check_keys, read_effort, read_stops
+from rille.serve.errors import ApiError
 from rille.serve.front import Front, Turn
 from rille.serve.history import from_anthropic
 from rille.serve.replying import Call, Ended, Gathered
@@ -58,7 +59,8 @@ class ContextManagement(Body):
 
 
 class MessagesBody(Body):
-    """The last parameters change nothing here, as in `SamplingBody`."""
+    """thread: a conversation that the server would keep; Anthropic's client begins one by itself, and goes on without
+    where it is told so. The last parameters change nothing here, as in `SamplingBody`."""
 
     model: str
     messages: list[Json]
@@ -73,6 +75,7 @@ class MessagesBody(Body):
     top_p: float | None = None
     top_k: int | None = None
     stream: bool | None = None
+    thread: Json | None = None
 
     metadata: Json | None = None
     service_tier: str | None = None
@@ -80,7 +83,11 @@ class MessagesBody(Body):
     cache_control: Json | None = None
 
     def ask(self) -> Ask:
-        """Raises ValueError."""
+        """Raises ValueError, and ApiError for a thread."""
+        if self.thread is not None:
+            known = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+            text = "thread: this server keeps no conversations; send all messages each time"
+            raise ApiError(400, text, code="unsupported", param="thread", details=known)
         sampling = {
             key: value for key in ("temperature", "top_p", "top_k") if (value := getattr(self, key)) is not None
         }

@@ -117,7 +117,7 @@ WITH = {
     "min_tokens": {"tools": None},
 }
 # Taken as null only; and of responses the usage of a stream always comes.
-NEVER = {"previous_response_id", "conversation", "stream_options"}
+NEVER = {"previous_response_id", "conversation", "thread", "stream_options"}
 BODIES: dict[str, tuple[Any, dict, dict]] = {
     "/v1/chat/completions": (ChatBody, {"messages": [USER], "tools": [TOOL]}, CHAT),
     "/v1/completions": (CompletionBody, {"prompt": "a"}, COMPLETION),
@@ -184,7 +184,17 @@ def test_the_others_are_silent_and_the_lists_are_whole(server, path):
 
 
 def test_counting_takes_what_belongs_to_the_prompt():
-    rest = {"max_tokens", "stop_sequences", "temperature", "top_p", "top_k", "stream", "metadata", "service_tier"}
+    rest = {
+        "max_tokens",
+        "stop_sequences",
+        "temperature",
+        "top_p",
+        "top_k",
+        "stream",
+        "metadata",
+        "service_tier",
+        "thread",
+    }
     assert set(CountBody.model_fields) == set(MessagesBody.model_fields) - rest
 
 

@@ -137,6 +137,25 @@ def test_d9_any_history_of_thinking_is_taken(server, claude, tokenizer, name):
     assert 'role="tool"' in prompt and 'tool="double"' in prompt
 
 
+def test_the_clients_tool_runner_goes_on_without_a_thread(server, claude, tokenizer):
+    """It asks for a conversation that the server keeps, unless it is told in its own words that there is none."""
+
+    @anthropic.beta_tool
+    def double(number: int) -> str:
+        """Twice a number.
+
+        Args:
+            number: which one.
+        """
+        return str(2 * number)
+
+    server.say(reply_ids(tokenizer, thinking=False, content="", tool_calls=[CALL]))
+    server.say(reply_ids(tokenizer, thinking=False, content="42 it is"))
+    request = {"model": "tiny", "max_tokens": 400, "messages": [USER], "tools": [double]}
+    assert claude.beta.messages.tool_runner(**request).until_done().content[0].text == "42 it is"
+    assert "42" in server.prompt() and 'role="tool"' in server.prompt()
+
+
 def test_count_tokens(server, claude, tokenizer):
     server.say(reply_ids(tokenizer, thinking=False, content="x"))
     request = {"messages": [USER], "system": "Be brief.", "tools": [CLAUDE]}
