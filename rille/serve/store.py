@@ -49,7 +49,7 @@ class Watcher(Protocol):
         ...
 
 
-KEPT_IDS = 1 << 20  # of units that were passed, to see where others leave them: 8 MiB
+KEPT_IDS = 1 << 20  # of units that were passed, to see where others leave them: 4 MiB
 
 
 class Store:
@@ -139,10 +139,10 @@ class Store:
         """How far behind this boundary, but before the next one, there may be checkpoints; the farthest first."""
         return self._ends.get(key, [])
 
-    def note_unit(self, key: bytes, ids: array[int]) -> None:
+    def note_unit(self, key: bytes, ids: Sequence[int]) -> None:
         """Remember what stood behind this boundary."""
         self._num_ids += len(ids) - len(self._units.pop(key, ()))
-        self._units[key] = ids
+        self._units[key] = array("i", ids)
         while self._num_ids > KEPT_IDS:
             self._num_ids -= len(self._units.popitem(last=False)[1])
 
