@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rille.ops.linear import linear
+from rille.ops.registering import op
 
 ROWS = 16  # heights are rounded up to this: kernels read the results with rows at multiples of 32 bytes
 
@@ -43,7 +44,7 @@ def side_by_side(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
-@torch.library.custom_op("rille::joint_product", mutates_args=())
+@op("rille::joint_product")
 def joint_product(x: Tensor, weights: list[Tensor], padded: bool) -> Tensor:
     """x [N, D] with all weights, [N, C]. padded: C is a multiple of `ROWS`; beyond the weights anything may stand."""
     height = sum(w.shape[0] for w in weights)

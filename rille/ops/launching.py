@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from triton import knobs
+from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rille.ops.chains import is_chain
@@ -23,23 +24,55 @@ from rille.ops.chains import is_chain
 INTERPRET = bool(knobs.runtime.interpret)
 
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+_watchers = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
 
 
-def launch(kernel: Any, programs: int, arguments: tuple[Any, ...], **constants: Any) -> None:
-    """`kernel[(programs,)](*arguments, **constants)`. arguments: all that are no constants, in order; in the kernel's
-    signature constants follow them. constants: those and options such as num_warps, hashable."""
+def launch(kernel: Any, programs: int | tuple[int, ...], arguments: tuple[Any, ...], **constants: Any) -> None:
+    """`kernel[programs](*arguments, **constants)`. programs: of each axis of the grid. arguments: all that are no
+    constants, in order; in the kernel's signature constants follow them. constants: those and options such as
+    num_warps, hashable."""
     if INTERPRET:
-        kernel[(programs,)](*arguments, **constants)
+        kernel[programs if isinstance(programs, tuple) else (programs,)](*arguments, **constants)
         return
     device = torch.cuda.current_device()
-    key = (id(kernel), device, tuple(constants.items()), *[kind(x) for x in arguments])
+    kinds, given = described_all(arguments)
+    key = (id(kernel), device, *constants.items(), *kinds)
     found = _compiled.get(key)
+    grid = (*programs, 1, 1)[:3] if isinstance(programs, tuple) else (programs, 1, 1)
     if found is None:
-        compiled = kernel[(programs,)](*arguments, **constants)
-        _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
+        compiled = kernel[grid](*arguments, **constants)
+        _compiled[key] = compiled, tuple(constants.get(name) for name in kernel.arg_names[len(arguments) :])
         return
     compiled, values = found
-    compiled[(programs, 1, 1)](*arguments, *values)
+    if _watchers[0].calls or _watchers[1].calls:
+        compiled[grid](*arguments, *values)
+        return
+    # as `compiled[grid]`, which also describes the launch to nobody
+    cuda: Any = driver.active
+    stream = cuda.get_current_stream(device)
+    compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *given, *values)
+
+
+def described_all(arguments: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
+    """What the compiled code may take for granted about the arguments, and what it is given: of a tensor on a card the
+    address, for of a tensor the launcher asks the driver each time whether its memory can be reached."""
+    kinds, given = [], []
+    for x in arguments:
+        if isinstance(x, Tensor):
+            at = x.data_ptr()
+            kinds += x.dtype, at % 16 == 0
+            given.append(at if x.is_cuda else x)
+        elif isinstance(x, int):
+            kinds.append((x % 16 == 0, x == 1, -(2**31) <= x < 2**31))
+            given.append(x)
+        elif isinstance(x, tuple):
+            inner, members = described_all(x)
+            kinds.append(tuple(inner))
+            given.append(tuple(members))
+        else:
+            kinds.append(type(x) if x is None or isinstance(x, float) else x.kind)  # that of a descriptor
+            given.append(x)
+    return kinds, given
 
 
 def chained(x: Tensor, joins: bool = False) -> dict[str, Any]:
@@ -53,17 +86,6 @@ def chained(x: Tensor, joins: bool = False) -> dict[str, Any]:
 @lru_cache
 def takes_chains(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def kind(x: Any) -> Any:
-    """What the compiled code may take for granted about an argument."""
-    if isinstance(x, Tensor):
-        return x.dtype, x.data_ptr() % 16 == 0
-    if isinstance(x, int):
-        return x % 16 == 0, x == 1, -(2**31) <= x < 2**31
-    if isinstance(x, float) or x is None:
-        return type(x)
-    return x.kind  # a descriptor
 
 
 def rows_of(x: Tensor, height: int, width: int | None = None) -> TensorDescriptor:
@@ -103,5 +125,6 @@ def constant_parts(gluon: bool, height: int, width: int, dtype: torch.dtype) -> 
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Descriptor
 
-    element: Any = gl.float32 if dtype == torch.float32 else gl.bfloat16
+    elements: dict[torch.dtype, Any] = {torch.float32: gl.float32, torch.bfloat16: gl.bfloat16}
+    element = elements.get(dtype, gl.float16)
     return Descriptor, fixed | dict(layout=gl.NVMMASharedLayout.get_default_for([height, width], element))

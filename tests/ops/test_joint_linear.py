@@ -112,7 +112,7 @@ def test_compiled_models_see_one_operation():
 def test_the_operation_keeps_the_rules_of_torch():
     weights, x = matrices(), torch.randn(3, 10, dtype=torch.float64, requires_grad=True)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")  # the fourth refuses to share a storage
-    torch.library.opcheck(joint_product, (x, weights, False), test_utils=checks)
+    torch.library.opcheck(joint_product.registered, (x, weights, False), test_utils=checks)
 
 
 @pytest.mark.gpu

@@ -286,7 +286,7 @@ def test_ops_hold_the_rules_of_torch_library() -> None:
     indices = (chunks.spans, case.packing.starts, case.packing.longest_first, chunks.first)
     inputs = Inputs._make([*tokens, A_log, dt_bias, -5.0, *indices, state])
     arguments = (*inputs, made.t_DMHCC, made.a_MHCC, case.do, case.dfinal, [])
-    torch.library.opcheck(kda_backward_op, arguments, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(kda_backward_op.registered, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def repeated_keys(spread: float, lengths: tuple[int, ...] = (192,), H: int = 2, width: int = 64) -> tuple[Case, Inputs]:

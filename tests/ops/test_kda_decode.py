@@ -187,7 +187,7 @@ def test_ops_for_compiled_models():
     for op, lead, more in ((decode_launch.decode_op, (2,), ()), (decode_launch.verify_op, (2, 3), past)):
         inputs = make_inputs(layer, *lead)
         rows = (inputs.qkv, inputs.z, inputs.b, inputs.gate)
-        torch.library.opcheck(op, (*rows, *more, *weights, slots, -5.0, 1e-5, "triton"), test_utils=tests)
+        torch.library.opcheck(op.registered, (*rows, *more, *weights, slots, -5.0, 1e-5, "triton"), test_utils=tests)
 
 
 @pytest.mark.parametrize("logit", [12.0, -12.0, 200.0, -200.0])

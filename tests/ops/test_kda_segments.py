@@ -332,7 +332,7 @@ def test_ops_hold_the_rules_of_torch_library() -> None:
     torch.library.opcheck(op, (*tokens, tables_of_cut, 2), test_utils=rules)
     grads = (torch.ones_like(made[0]), torch.ones_like(made[1]))
     arguments = (*tokens, made[2], made[3], *grads, [*made[4:], *tables_of_cut])
-    torch.library.opcheck(kda_backward_op, arguments, test_utils=rules)
+    torch.library.opcheck(kda_backward_op.registered, arguments, test_utils=rules)
 
 
 def test_gradients_cut_with_the_softplus_gate() -> None:

@@ -6,6 +6,7 @@ bounds.
 from __future__ import annotations
 
 from math import log
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ pytest.importorskip("triton")
 from rille.ops.kda import Gate, PooledState, choose_backend, kda
 from rille.ops.kda import forward as kernels
 from rille.ops.kda.forward import INTERPRET, Split, forward, intra, value_block
-from rille.ops.launching import kind, rows_of
+from rille.ops.launching import described_all, rows_of
 from rille.packing import Packing
 
 PACKED = (1, 15, 16, 17, 63, 64, 65, 0, 200)
@@ -260,8 +261,20 @@ def test_descriptors_have_what_their_class_wants() -> None:
 def test_kinds_tell_apart_what_is_compiled_differently() -> None:
     x = torch.zeros(64, dtype=torch.bfloat16)
     arguments = [x, x[1:], x.float(), None, 1, 5, 32, 2**40, 0.5, rows_of(x.view(8, 8), 8), rows_of(x.view(8, 8), 4)]
-    assert len({kind(argument) for argument in arguments}) == len(arguments)
-    assert kind(16) == kind(48) and kind(x) == kind(x[8:]) and kind(0.5) == kind(1.0)
+    arguments += [(x, x), (x, x[1:]), (x,)]
+
+    def kinds(*given: Any) -> tuple[Any, ...]:
+        return tuple(described_all(given)[0])
+
+    assert len({kinds(argument) for argument in arguments}) == len(arguments)
+    assert kinds(16) == kinds(48) and kinds(x) == kinds(x[8:]) and kinds(0.5) == kinds(1.0)
+    assert kinds((x, x)) == kinds((x[8:], x)) and kinds(x, 5) != kinds(5, x)
+
+
+def test_a_launch_is_given_addresses_of_what_is_on_a_card_only() -> None:
+    """What the launcher cannot reach it has to see itself, to say so."""
+    x = torch.zeros(4)
+    assert described_all((x, 3, (x, None)))[1] == [x, 3, (x, None)]
 
 
 def assert_twins_agree(results: list[tuple[Tensor | None, ...]]) -> None:

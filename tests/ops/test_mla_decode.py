@@ -195,7 +195,7 @@ def test_op_is_registered_whole() -> None:
         [tokens], [int(n) for n in p], 32, 0.2,
     )  # fmt: skip
     cache.pool.nan_to_num_(0.0)  # the check compares arguments before and after, and NaN is not equal to itself
-    torch.library.opcheck(launch.latent_op, arguments, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(launch.latent_op.registered, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_compiled_models_see_one_op(monkeypatch: pytest.MonkeyPatch) -> None:

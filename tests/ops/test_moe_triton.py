@@ -278,10 +278,10 @@ def test_ops_are_registered_whole() -> None:
     checks = ("test_schema", "test_faketensor")
     x, weights, w13, w2 = Case(9, 4, 2, 16, 8).leaves
     arguments = (x, draw_ids(9, 4, 2), weights, w13, w2, 4.0, 25.0, True, "fused")
-    torch.library.opcheck(function.experts, arguments, test_utils=checks)
-    torch.library.opcheck(router.router, (draw(9, 4), draw(4), 2, 1.0, True, 8, False), test_utils=checks)
+    torch.library.opcheck(function.experts.registered, arguments, test_utils=checks)
+    torch.library.opcheck(router.router.registered, (draw(9, 4), draw(4), 2, 1.0, True, 8, False), test_utils=checks)
     ids = draw_ids(9, 4, 2)
-    torch.library.opcheck(router.router_backward, (weights, ids, weights, 4, 1.0, True), test_utils=checks)
+    torch.library.opcheck(router.router_backward.registered, (weights, ids, weights, 4, 1.0, True), test_utils=checks)
 
 
 def test_one_graph() -> None:

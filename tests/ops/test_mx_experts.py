@@ -146,7 +146,7 @@ def test_op_is_registered_whole() -> None:
     experts, (x, ids, weights) = packed(4, 32, 32), draw(3, 4, 2, 32)
     tensors = experts.w13, experts.w13_scale, experts.w2, experts.w2_scale
     arguments = (x, ids, weights, *tensors, 4.0, 25.0, True, False)
-    torch.library.opcheck(launches.experts, arguments, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(launches.experts.registered, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_choice_and_refusal() -> None:

@@ -18,7 +18,8 @@ from torch import Tensor
 from triton import knobs
 
 from rille.ops.attn_res import mix_kernels, wide_kernels
-from rille.ops.launching import chained
+from rille.ops.launching import chained, launch
+from rille.ops.registering import op
 
 # Most sources of one site, for each number of them is a kernel of its own; widest row that fits one program.
 MOST_SOURCES, WIDEST = 16, 8192
@@ -122,7 +123,7 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-@torch.library.custom_op("rille::attn_res_mix", mutates_args=())
+@op("rille::attn_res_mix")
 def mix(
     sources: Sequence[Tensor], update: Tensor | None, query: Tensor, gain: Tensor, norm_gain: Tensor | None, eps: float,
     save: bool,
@@ -138,15 +139,13 @@ def mix(
     if RING and not interpreting() and in_ring(sources, update, query, gain, norm_gain):
         from rille.ops.attn_res import ring_gluon
 
-        kernel: Any = ring_gluon.mix_ring
-        kernel[(processors(out.device),)](*arguments, **flags, **ring_sizes(D))
+        launch(ring_gluon.mix_ring, processors(out.device), arguments, **flags, **ring_sizes(D))
     elif N:
         p = plan(R, D, out.element_size(), norm_gain is not None, is_few(N, D, out.device))
         flags |= dict(D=D, BLOCK=p.BLOCK, LANES=32 * p.forward_warps, VEC=p.VEC, num_warps=p.forward_warps)
         flags |= dict(maxnreg=registers_of_a_thread(p.forward_warps, p.forward_programs))
-        launch: Any = mix_kernels.mix_forward[(-(-N // p.STEP),)]
-        early = chained(out) if p.few else {}
-        launch(*arguments, STEP=p.STEP, GROUP=p.GROUP, FEW=p.few, **flags, **early)
+        flags |= dict(STEP=p.STEP, GROUP=p.GROUP, FEW=p.few) | (chained(out) if p.few else {})
+        launch(mix_kernels.mix_forward, -(-N // p.STEP), arguments, **flags)
     return out, running, stats
 
 
@@ -162,7 +161,7 @@ def columns(R: int, norm_gain: Tensor | None) -> int:
     return 2 * R + (norm_gain is not None)
 
 
-@torch.library.custom_op("rille::attn_res_mix_backward", mutates_args=())
+@op("rille::attn_res_mix_backward")
 def mix_backward(
     d_out: Tensor, beside: Sequence[Tensor], which: int, sources: Sequence[Tensor], query: Tensor, gain: Tensor,
     norm_gain: Tensor | None, stats: Tensor, eps: float,
@@ -183,11 +182,10 @@ def mix_backward(
         flags |= dict(D=D, BLOCK=p.BLOCK, LANES=32 * p.backward_warps, VEC=p.VEC, num_warps=p.backward_warps)
         flags |= dict(maxnreg=registers_of_a_thread(p.backward_warps, p.programs))
         if p.loops:
-            kernel: Any = wide_kernels.wide_site_backward if normed else wide_kernels.wide_backward
-            kernel[(programs,)](*arguments, **flags)
+            kernel = wide_kernels.wide_site_backward if normed else wide_kernels.wide_backward
+            launch(kernel, programs, arguments, **flags)
         else:
-            launch: Any = mix_kernels.mix_backward[(programs,)]
-            launch(*arguments, GROUP=p.backward_group, **flags)
+            launch(mix_kernels.mix_backward, programs, arguments, GROUP=p.backward_group, **flags)
     return grads, partial.sum(0)
 
 

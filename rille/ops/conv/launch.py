@@ -8,13 +8,13 @@ Suffixes: N packed tokens, S sequences, C channels, W taps.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from triton import knobs
 
 from rille.ops.conv import kernels
+from rille.ops.launching import launch
+from rille.ops.registering import op
 
 FORWARD_ROWS = 32
 CHANNELS = 256  # of a program's tile: 8 of each thread in a row of the forward tile
@@ -35,7 +35,7 @@ def backward_rows(N: int) -> int:
     return min(BACKWARD_ROWS, max(4, 1 << max(N - 1, 0).bit_length()))
 
 
-@torch.library.custom_op("rille::short_conv", mutates_args=())
+@op("rille::short_conv")
 def short_conv(
     x: Tensor, weight: Tensor, starts: Tensor, sequence_of: Tensor, tails: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -68,9 +68,9 @@ def run_forward(
     if N == 0:
         return
     grid = (cdiv(C, CHANNELS), cdiv(N, FORWARD_ROWS))
-    launch: Any = kernels.forward[grid]
+    tail_slot = 0 if tails is None else tails.stride(0)
     launch(
-        x, weight, y, starts, sequence_of, tails, slots, N, x.stride(0), 0 if tails is None else tails.stride(0),
+        kernels.forward, grid, (x, weight, y, starts, sequence_of, tails, slots, N, x.stride(0), tail_slot),
         C=C, W=W, HAS_TAIL=tails is not None, POOLED=slots is not None, ROWS=FORWARD_ROWS, CHANNELS=CHANNELS,
         FAST=not interpreting(), num_warps=4,
     )  # fmt: skip
@@ -80,14 +80,14 @@ def run_move(x: Tensor, W: int, starts: Tensor, tails: Tensor | None, slots: Ten
     C, S = x.shape[1], starts.shape[0] - 1
     if S == 0 or W == 1:
         return
-    launch: Any = kernels.move_tails[(cdiv(C, CHANNELS), S)]
+    strides = x.stride(0), 0 if tails is None else tails.stride(0), final.stride(0)
     launch(
-        x, starts, tails, slots, final, x.stride(0), 0 if tails is None else tails.stride(0), final.stride(0),
+        kernels.move_tails, (cdiv(C, CHANNELS), S), (x, starts, tails, slots, final, *strides),
         C=C, W=W, HAS_TAIL=tails is not None, POOLED=slots is not None, CHANNELS=CHANNELS, num_warps=4,
     )  # fmt: skip
 
 
-@torch.library.custom_op("rille::short_conv_pooled", mutates_args=("pool",))
+@op("rille::short_conv_pooled", mutated=("pool",))
 def short_conv_pooled(
     x: Tensor, weight: Tensor, starts: Tensor, sequence_of: Tensor, pool: Tensor, slots: Tensor
 ) -> Tensor:
@@ -103,7 +103,7 @@ def _(x, weight, starts, sequence_of, pool, slots):
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("rille::short_conv_backward", mutates_args=())
+@op("rille::short_conv_backward")
 def short_conv_backward(
     dy: Tensor, d_final: Tensor | None, x: Tensor, weight: Tensor, starts: Tensor, sequence_of: Tensor,
     tails: Tensor | None,
@@ -116,17 +116,17 @@ def short_conv_backward(
     partial = torch.empty(cdiv(N, rows), W, C, dtype=torch.float32, device=x.device)
     tail_slot = 0 if tails is None else tails.stride(0)
     if N:
-        launch: Any = kernels.backward[(cdiv(C, BACKWARD_CHANNELS), partial.shape[0])]
+        given = (x, weight, dy, dx, partial, starts, sequence_of, x if tails is None else tails, N)
         launch(
-            x, weight, dy, dx, partial, starts, sequence_of, x if tails is None else tails, N,
-            x.stride(0), dy.stride(0), tail_slot,
+            kernels.backward, (cdiv(C, BACKWARD_CHANNELS), partial.shape[0]),
+            (*given, x.stride(0), dy.stride(0), tail_slot),
             C=C, W=W, HAS_TAIL=tails is not None, ROWS=rows, CHANNELS=BACKWARD_CHANNELS,
             FAST=not interpreting(), num_warps=4,
         )  # fmt: skip
     if S and W > 1 and (tails is not None or d_final is not None):
-        launch: Any = kernels.tail_gradient[(cdiv(C, CHANNELS), S)]
+        given = (x, weight, dy, dx, starts, x if tails is None else tails, d_tails, d_final)
         launch(
-            x, weight, dy, dx, starts, x if tails is None else tails, d_tails, d_final, x.stride(0), dy.stride(0),
+            kernels.tail_gradient, (cdiv(C, CHANNELS), S), (*given, x.stride(0), dy.stride(0)),
             C=C, W=W, HAS_TAIL=tails is not None, HAS_FINAL=d_final is not None, CHANNELS=CHANNELS,
             FAST=not interpreting(), num_warps=4,
         )  # fmt: skip

@@ -15,6 +15,7 @@ from triton import knobs
 from rille.ops.cross_entropy import score_kernels
 from rille.ops.cross_entropy.chunked import PLAIN, Form
 from rille.ops.cross_entropy.reference import IGNORED
+from rille.ops.registering import op
 
 WARPS = 8
 BLOCK = 4096  # words of one step: 16 in each thread
@@ -30,7 +31,7 @@ def chunk_for(W: int) -> int:
     return max(128, min(LONGEST_CHUNK, CHUNK_BYTES // (4 * W) // 128 * 128))
 
 
-@torch.library.custom_op("rille::score_logits", mutates_args=("logits",))
+@op("rille::score_logits", mutated=("logits",))
 def score_logits(
     logits: Tensor, targets: Tensor, z_loss: float, gradient: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:

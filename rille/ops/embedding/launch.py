@@ -8,6 +8,7 @@ from torch.nn.functional import embedding
 
 from rille.ops.embedding import run_kernels
 from rille.ops.launching import INTERPRET, launch
+from rille.ops.registering import op
 
 CHUNK = 4 if INTERPRET else 64  # places of the sorted tokens, a program
 AHEAD = 2 if INTERPRET else 8  # rows that are on the way together
@@ -19,7 +20,7 @@ def plan(D: int) -> dict[str, int]:
     return dict(BLOCK=block, num_warps=max(1, block // 256))
 
 
-@torch.library.custom_op("rille::embed", mutates_args=())
+@op("rille::embed")
 def embed(ids: Tensor, table: Tensor) -> Tensor:
     """[N, D]: rows of table [W, D]."""
     return embedding(ids, table)
@@ -30,7 +31,7 @@ def _(ids, table):
     return table.new_empty(ids.shape[0], table.shape[1])
 
 
-@torch.library.custom_op("rille::embed_backward", mutates_args=())
+@op("rille::embed_backward")
 def embed_backward(dy: Tensor, ids: Tensor, words: int) -> Tensor:
     """The table's gradient [words, D] in dy's dtype. dy [N, D] with dense rows, ids [N] of any integer dtype."""
     N, D = dy.shape

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rille.ops.figures import row_kernels
 from rille.ops.launching import INTERPRET, chained
+from rille.ops.registering import op
 
 BLOCK = 64 if INTERPRET else 2048  # logits of a part: 16 programs for a row of 32,768
 
@@ -17,7 +18,7 @@ def parts_of(W: int) -> int:
     return -(-W // BLOCK)
 
 
-@torch.library.custom_op("rille::token_figures", mutates_args=())
+@op("rille::token_figures")
 def token_figures(
     logits: Tensor, tokens: Tensor | None, heats: Tensor | None, numbers: Tensor | None, least: float
 ) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from rille.ops.kda import decode_gluon, decode_kernels, verify_gluon
 from rille.ops.kda.decode_operands import DecodeLayer, Pools, Projected
 from rille.ops.kda.operands import multiprocessors
 from rille.ops.launching import chained, described
+from rille.ops.registering import op
 
 
 class Spread(NamedTuple):
@@ -114,7 +115,7 @@ def dense_rows(x: Tensor) -> Tensor:
     return x if x.shape[0] == 0 or x[0].is_contiguous() else x.contiguous()
 
 
-@torch.library.custom_op("rille::kda_decode", mutates_args=("tails", "states"))
+@op("rille::kda_decode", mutated=("tails", "states"))
 def decode_op(
     qkv: Tensor, z: Tensor, b: Tensor, gate: Tensor, conv_weight: Tensor, A_log: Tensor, dt_bias: Tensor,
     norm_weight: Tensor, tails: Tensor, states: Tensor, slots: Tensor, lower_bound: float | None, eps: float, name: str,
@@ -141,7 +142,7 @@ def _(
     return gate.new_empty(gate.shape)
 
 
-@torch.library.custom_op("rille::kda_verify", mutates_args=("past_qkv", "past_z", "past_u", "tails", "states"))
+@op("rille::kda_verify", mutated=("past_qkv", "past_z", "past_u", "tails", "states"))
 def verify_op(
     qkv: Tensor, z: Tensor, b: Tensor, gate: Tensor, past_qkv: Tensor, past_z: Tensor, past_u: Tensor, accepted: Tensor,
     conv_weight: Tensor, A_log: Tensor, dt_bias: Tensor, norm_weight: Tensor, tails: Tensor, states: Tensor,

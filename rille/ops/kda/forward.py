@@ -29,6 +29,7 @@ from rille.ops.kda.segment_launch import border_states
 from rille.ops.kda.segments import Segments, segments_of
 from rille.ops.kda.state_pass import state_pass_kernel
 from rille.ops.launching import heads_of, launch, rows_of, tiles_of
+from rille.ops.registering import op
 from rille.packing import Packing
 
 TILED = not INTERPRET  # the first kernel in Gluon; where this is False its Triton twin runs
@@ -82,20 +83,11 @@ def forward(
     gradients = differentiated(*tensors, state if isinstance(state, Tensor) else None)
     segments = list(segments_of(packing, H, multiprocessors(q_NHK.device), K, V, gradients) or ())
     if isinstance(state, PooledState):
-        run = forward_in_pool if plain(*tensors) else forward_in_pool_op
         pooled = (state.pool, state.slots, state.checkpoints, segments, second_pass(between))
-        o_NHV, t_DMHCC, a_MHCC = run(*inputs, *pooled)
+        o_NHV, t_DMHCC, a_MHCC = forward_in_pool_op(*inputs, *pooled)
         return Forward(o_NHV, None, t_DMHCC, a_MHCC)
-    run = forward_from_states if plain(*tensors, state) else through or forward_op
+    run = through or forward_op
     return Forward(*run(*inputs, state, segments, 2 if gradients else 1)[:4])
-
-
-def plain(*tensors: Tensor | None) -> bool:
-    """Nobody but the caller looks on, neither autograd nor a compiler nor a subclass of tensors: the op's body runs as
-    it is, which spares the dispatcher's 30 to 50 microseconds."""
-    if torch.compiler.is_compiling() or differentiated(*tensors):
-        return False
-    return type(tensors[0]) is Tensor
 
 
 def differentiated(*tensors: Tensor | None) -> bool:
@@ -128,7 +120,7 @@ def forward_from_states(
     return o_NHV, final_SHVK, chunks.t_DMHCC, chunks.a_MHCC, borders[0], borders[1]
 
 
-forward_op = torch.library.custom_op("rille::kda_forward", mutates_args=())(forward_from_states)
+forward_op = op("rille::kda_forward")(forward_from_states)
 
 
 @forward_op.register_fake
@@ -185,7 +177,7 @@ def second_pass(between: Between | None) -> list[Tensor]:
     return [*between.before, *between.after, between.rows, *indices, between.slots]
 
 
-forward_in_pool_op = torch.library.custom_op("rille::kda_forward_in_pool", mutates_args=("pool",))(forward_in_pool)
+forward_in_pool_op = op("rille::kda_forward_in_pool", mutated=("pool",))(forward_in_pool)
 
 
 @forward_in_pool_op.register_fake

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from rille.ops.kda.arguments import End, Gate
 from rille.ops.kda.backward import Cut, Inputs, backward
-from rille.ops.kda.forward import forward, forward_from_states, plain
+from rille.ops.kda.forward import forward, forward_from_states
 from rille.ops.kda.segments import Segments
+from rille.ops.registering import op
 from rille.packing import Packing
 
 
@@ -53,7 +54,7 @@ def cut_of(tensors: list[Tensor]) -> Cut | None:
     return Cut(tensors[0], tensors[1], Segments(*tensors[2:])) if tensors else None
 
 
-kda_backward_op = torch.library.custom_op("rille::kda_backward", mutates_args=())(kda_backward)
+kda_backward_op = op("rille::kda_backward")(kda_backward)
 
 
 @kda_backward_op.register_fake
@@ -80,8 +81,7 @@ def gradients(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     do_NHV, dfinal_SHVK = grads[:2]
     if do_NHV is None:
         do_NHV = torch.zeros_like(inputs[2])
-    run: Any = kda_backward if plain(do_NHV, *inputs[:7]) else kda_backward_op
-    found = run(*inputs[:7], ctx.lower_bound, *inputs[7:], *squares, do_NHV, dfinal_SHVK, cut)
+    found = kda_backward_op(*inputs[:7], ctx.lower_bound, *inputs[7:], *squares, do_NHV, dfinal_SHVK, cut)
     parameters = [g.to(x.dtype) for g, x in zip(found[5:7], inputs[5:7], strict=True)]
     dinitial_SHVK = found[7].to(inputs[-1].dtype) if inputs[-1] is not None else None
     return (*found[:5], *parameters, None, None, None, None, None, dinitial_SHVK, [None] * ctx.tables, None)

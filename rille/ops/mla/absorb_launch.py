@@ -14,6 +14,7 @@ from rille.ops.launching import chained
 from rille.ops.mla import absorb_kernels
 from rille.ops.mla.cache import LatentCache
 from rille.ops.mla.tiles import cover
+from rille.ops.registering import op
 from rille.packing import Packing
 
 ROWS = 16  # of a tile: the least that the tensor cores take
@@ -30,7 +31,7 @@ def store_rows(
     return None if first is None else found
 
 
-@torch.library.custom_op("rille::mla_store_rows", mutates_args=("pool",))
+@op("rille::mla_store_rows", mutated=("pool",))
 def store_op(
     both: Tensor, gain: Tensor, first: Tensor | None, first_gain: Tensor | None, pool: Tensor, table: Tensor,
     positions: Tensor, sequences: Tensor, eps: float,
@@ -60,7 +61,7 @@ def dense_rows(x: Tensor) -> Tensor:
     return x if x[0].is_contiguous() else x.contiguous()
 
 
-@torch.library.custom_op("rille::mla_absorbed_queries", mutates_args=())
+@op("rille::mla_absorbed_queries")
 def absorbed_queries(q: Tensor, key: Tensor) -> Tensor:
     """[N, H, R + shared]."""
     (N, H, width), (_, K, R) = q.shape, key.shape
@@ -86,7 +87,7 @@ def value_step(R: int) -> int:
     return min(256, cover(R))
 
 
-@torch.library.custom_op("rille::mla_gated_values", mutates_args=())
+@op("rille::mla_gated_values")
 def gated_values(o: Tensor, value: Tensor, gate: Tensor | None, dtype: torch.dtype) -> Tensor:
     """[N, H, V] in dtype."""
     (N, H, R), V = o.shape, value.shape[1]

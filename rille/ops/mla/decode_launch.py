@@ -19,6 +19,7 @@ from rille.ops.mla import decode_kernels
 from rille.ops.mla.cache import LatentCache
 from rille.ops.mla.launch import INTERPRET, LOG2E, rows_described
 from rille.ops.mla.tiles import cover
+from rille.ops.registering import op
 from rille.packing import Packing, moved
 
 SHORT = 16  # new tokens of a sequence up to which its cached rows are split among programs
@@ -94,7 +95,7 @@ def classes(packing: Packing) -> list[tuple[int, Tensor]]:
     return packing.derived[name]
 
 
-@torch.library.custom_op("rille::latent_attention", mutates_args=())
+@op("rille::latent_attention")
 def latent_op(
     q: Tensor, pool: Tensor, scales: Tensor | None, table: Tensor, starts: Tensor, history: Tensor,
     members: list[Tensor], tokens: list[int], plans: list[int], value_width: int, scale: float,

@@ -12,8 +12,11 @@ from torch import Tensor
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from rille.ops import launching
+from rille.ops.launching import launch
 from rille.ops.mla import backward_kernels, forward_kernels
 from rille.ops.mla.tiles import FORWARD, KEYS, QUERIES, Blocks, cover, heads_together, key_tiles, parts, query_tiles
+from rille.ops.registering import op
 from rille.packing import Packing
 
 LOG2E = 1.4426950408889634
@@ -79,7 +82,7 @@ def options(q: Tensor, v: Tensor, b: Blocks, rows: int, columns: int) -> dict[st
     return constants | dict(num_warps=b.warps, num_stages=b.stages)
 
 
-@torch.library.custom_op("rille::mla_forward", mutates_args=())
+@op("rille::mla_forward")
 def forward_op(
     q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, forward_tiles: Tensor, backward_tiles: Tensor,
     key_tiles: Tensor, longest: int, scale: float, dtype: torch.dtype, keep: bool,
@@ -95,12 +98,12 @@ def forward_op(
         together = heads_together(H, longest, (K + V) * q.element_size())
         o, y = (out, None) if gate is None else (kept if keep else None, out)
         results = (gate, o, y, lse, forward_tiles, N, H, together, *((0, 0) if gate is None else gate.stride()[:2]))
-        programs = (forward_tiles.shape[0] * H,)
+        programs = forward_tiles.shape[0] * H
         if RINGS and not whole_widths(K, V):
             _by_rings(programs, q, k, v, results, scale)
         else:
-            launch: Any = forward_kernels.forward_kernel[programs]
-            launch(
+            kernel: Any = forward_kernels.forward_kernel
+            kernel[(programs,)](
                 *operands(q, k, b, True), described(v, 0, b.other, cover(V)), *results, scale * LOG2E, V=V,
                 **options(q, v, b, b.own, b.other),
             )  # fmt: skip
@@ -116,29 +119,25 @@ def whole_widths(K: int, V: int) -> str:
     return ""
 
 
-def _by_rings(programs: tuple[int], q: Tensor, k: Tensor, v: Tensor, results: tuple[Any, ...], scale: float) -> None:
+def _by_rings(programs: int, q: Tensor, k: Tensor, v: Tensor, results: tuple[Any, ...], scale: float) -> None:
     from rille.ops.mla import forward_gluon
 
     (KA, KB), V = parts(q.shape[2]), v.shape[2]
     blocks = [(x, at, rows, width) for x, rows in ((q, 64), (k, 128)) for at, width in ((0, KA), (KA, KB))]
     descriptors = [rows_described(*block) if block[3] else None for block in [*blocks, (v, 0, 128, V)]]
     heads = (q.stride(1), k.stride(1), v.stride(1))
-    kernel: Any = forward_gluon.forward_rings_kernel
-    kernel[programs](
-        *descriptors, *results, *heads, scale * LOG2E, V=V, COLUMNS=128, KA=KA, KB=KB, STAGES=2, num_warps=4
-    )
+    launch(
+        forward_gluon.forward_rings_kernel, programs, (*descriptors, *results, *heads, scale * LOG2E), V=V, COLUMNS=128,
+        KA=KA, KB=KB, STAGES=2, num_warps=4,
+    )  # fmt: skip
 
 
 def rows_described(x_NHC: Tensor, first: int, rows: int, width: int) -> Any:
     """Heads and channels, from `first` of the first head on, as one row of a token: [N, distance of heads * H]."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     N, H, C = x_NHC.shape
-    element: Any = gl.bfloat16 if x_NHC.dtype == torch.bfloat16 else gl.float16
-    layout: Any = gl.NVMMASharedLayout.get_default_for([rows, width], element)
-    columns = (H - 1) * x_NHC.stride(1) + C - first
-    return TensorDescriptor(x_NHC[..., first:], [N, columns], [x_NHC.stride(0), 1], [rows, width], layout)
+    row, head, _ = x_NHC.stride()
+    x = x_NHC[..., first:] if first else x_NHC
+    return launching.described(True, x, N, (H - 1) * head + C - first, row, rows, width)
 
 
 @forward_op.register_fake
@@ -152,7 +151,7 @@ def channels_dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-@torch.library.custom_op("rille::mla_backward", mutates_args=())
+@op("rille::mla_backward")
 def backward_op(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, o: Tensor, lse: Tensor, backward_tiles: Tensor,
     key_tiles: Tensor, longest: int, scale: float,
@@ -177,9 +176,9 @@ def prepare(d_out: Tensor, gate: Tensor | None, d_gate: Tensor, o: Tensor, dtype
     do = torch.empty(N, H, V, dtype=dtype, device=o.device)
     delta = torch.empty(H, N, dtype=torch.float32, device=o.device)
     gate_row, gate_head = (0, 0) if gate is None else gate.stride()[:2]
-    launch: Any = backward_kernels.prepare_kernel[(-(-N * H // PREPARED),)]
     launch(
-        o, d_out, gate, None if gate is None else d_gate, do, delta, N, H, *d_out.stride()[:2], gate_row, gate_head,
+        backward_kernels.prepare_kernel, -(-N * H // PREPARED),
+        (o, d_out, gate, None if gate is None else d_gate, do, delta, N, H, *d_out.stride()[:2], gate_row, gate_head),
         V=V, VB=cover(V), ROWS=PREPARED, num_warps=4,
     )  # fmt: skip
     return do, delta
@@ -191,8 +190,8 @@ def _of_queries(
 ) -> None:  # fmt: skip
     (N, H, K), VB, b = q.shape, cover(v.shape[2]), QUERIES
     q_a, q_b, k_a, k_b = operands(q, k, b, True)
-    launch: Any = backward_kernels.query_kernel[(tiles.shape[0] * H,)]
-    launch(
+    kernel: Any = backward_kernels.query_kernel
+    kernel[(tiles.shape[0] * H,)](
         q_a, q_b, described(do, 0, b.own, VB), k_a, k_b, described(v, 0, b.other, VB), lse, delta, dq, tiles, N, H,
         together, scale, scale * LOG2E, K=K, **options(q, v, b, b.own, b.other),
     )  # fmt: skip
@@ -207,8 +206,8 @@ def _of_keys(
         _of_keys_by_rings(q, k, v, do, (lse, delta, dk, dv, tiles, N, H, together), scale)
         return
     q_a, q_b, k_a, k_b = operands(q, k, b, False)
-    launch: Any = backward_kernels.key_kernel[(tiles.shape[0] * H,)]
-    launch(
+    kernel: Any = backward_kernels.key_kernel
+    kernel[(tiles.shape[0] * H,)](
         k_a, k_b, described(v, 0, b.own, cover(V)), q_a, q_b, described(do, 0, b.other, cover(V)), lse, delta, dk, dv,
         tiles, N, H, together, scale, scale * LOG2E, K=K, V=V, **options(q, v, b, b.other, b.own),
     )  # fmt: skip
@@ -222,10 +221,11 @@ def _of_keys_by_rings(q: Tensor, k: Tensor, v: Tensor, do: Tensor, results: tupl
     k_a, k_b, q_a, q_b = halves
     descriptors = (k_a, k_b, rows_described(v, 0, 64, V), q_a, q_b, rows_described(do, 0, 64, V))
     heads = tuple(x.stride(1) for x in (k, v, q, do))
-    kernel: Any = backward_gluon.key_rings_kernel
-    kernel[(results[4].shape[0] * results[6],)](
-        *descriptors, *results, *heads, scale, scale * LOG2E, V=V, KA=KA, KB=KB, STAGES=3, num_warps=4
-    )
+    given = (*descriptors, *results, *heads, scale, scale * LOG2E)
+    launch(
+        backward_gluon.key_rings_kernel, results[4].shape[0] * results[6], given, V=V, KA=KA, KB=KB, STAGES=3,
+        num_warps=4,
+    )  # fmt: skip
 
 
 @backward_op.register_fake

@@ -13,6 +13,7 @@ from rille.ops.moe import alone_kernels, few_kernels
 from rille.ops.moe.permute import INTERPRET, power_of_two
 from rille.ops.moe.products import Glu, divisor
 from rille.ops.norm.launch import rms_norm
+from rille.ops.registering import op
 
 MOST_PAIRS = 1024  # all ids are looked at together
 PAIRS_AN_EXPERT = 8  # beyond so many on average, tiles of 128 rows read an expert's weights fewer times
@@ -37,7 +38,7 @@ def step(F: int) -> int:
     return whole if whole * COLUMNS <= HELD else 64
 
 
-@torch.library.custom_op("rille::moe_few", mutates_args=())
+@op("rille::moe_few")
 def experts(
     x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, gain: Tensor | None, eps: float, cap_gate: float,
     cap_up: float, capped: bool,

@@ -18,6 +18,7 @@ from torch import Tensor
 from rille.ops.moe import permute, products
 from rille.ops.moe.permute import Places
 from rille.ops.moe.products import Glu
+from rille.ops.registering import op
 
 FORMS = {
     "fused": (products.fused_forward, products.fused_backward),
@@ -31,7 +32,7 @@ def form_of(L: int, F: int) -> str:
     return "library" if L >= products.WIDE and F >= products.WIDE else "fused"
 
 
-@torch.library.custom_op("rille::moe_experts", mutates_args=())
+@op("rille::moe_experts")
 def experts(
     x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, cap_gate: float, cap_up: float, capped: bool,
     form: str,
@@ -54,7 +55,7 @@ def _(x, ids, weights, w13, w2, cap_gate, cap_up, capped, form):
     return x.new_empty(x.shape, dtype=torch.float32), *(x.new_empty(n, dtype=torch.int32) for n in sizes)
 
 
-@torch.library.custom_op("rille::moe_experts_backward", mutates_args=())
+@op("rille::moe_experts_backward")
 def experts_backward(
     d_out: Tensor, x: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, places: list[Tensor], cap_gate: float,
     cap_up: float, capped: bool, form: str,

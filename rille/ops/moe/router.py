@@ -11,6 +11,7 @@ from torch import Tensor
 from rille.ops.launching import chained, launch
 from rille.ops.moe import router_kernels
 from rille.ops.moe.permute import INTERPRET, power_of_two
+from rille.ops.registering import op
 
 MOST_EXPERTS = 2048  # a row of scores in the registers of one warp
 APART = True  # large batches count the histogram in a kernel of its own, where it was measured: on Hopper
@@ -20,7 +21,7 @@ EXPERTS, WORDS, TOKENS = 16, 2048, 512  # of its program; two bins a word; token
 MOST_TILES = 65_535 // TOKENS  # a count of 16 bits holds all tokens of a program
 
 
-@torch.library.custom_op("rille::moe_router", mutates_args=())
+@op("rille::moe_router")
 def router(
     logits: Tensor, bias: Tensor, top: int, scale: float, renormalise: bool, bins: int, scored: bool,
     loaded: bool = True,
@@ -79,7 +80,7 @@ def _(logits, bias, top, scale, renormalise, bins, scored, loaded=True):
     return *pairs, logits.new_empty(N, dtype=torch.float32), *counts
 
 
-@torch.library.custom_op("rille::moe_router_backward", mutates_args=())
+@op("rille::moe_router_backward")
 def router_backward(d_weights: Tensor, ids: Tensor, chosen: Tensor, E: int, scale: float, renormalise: bool) -> Tensor:
     """The gradient of the logits, fp32 [N, E]."""
     N, A = ids.shape

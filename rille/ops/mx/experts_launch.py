@@ -14,6 +14,7 @@ from rille.ops.launching import INTERPRET, launch
 from rille.ops.moe import permute
 from rille.ops.moe.permute import Places, power_of_two
 from rille.ops.mx import expert_kernels
+from rille.ops.registering import op
 
 ROWS = 64  # of a weight, a program
 STEP = 64  # columns of the twins
@@ -31,7 +32,7 @@ def tiles_bound(pairs: int, E: int, tile: int) -> int:
     return (pairs + min(pairs, E) * (tile - 1)) // tile
 
 
-@torch.library.custom_op("rille::mx_experts", mutates_args=())
+@op("rille::mx_experts")
 def experts(
     x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor,
     cap_gate: float, cap_up: float, capped: bool, twin: bool,

@@ -12,6 +12,7 @@ from torch import Tensor
 from triton import knobs
 
 from rille.ops.mx import stream_kernels
+from rille.ops.registering import op
 
 GROUPS = 128  # of a program of 4 warps: 32 values in each thread
 
@@ -25,7 +26,7 @@ def run(kernel: Any, *tensors: Tensor, groups: int, fp8: bool) -> None:
         kernel[(-(-groups // GROUPS),)](*tensors, groups, GROUPS=GROUPS, FP8=fp8, num_warps=4)
 
 
-@torch.library.custom_op("rille::mx_fake_quantise", mutates_args=())
+@op("rille::mx_fake_quantise")
 def fake_quantise(w: Tensor, fp8: bool) -> Tensor:
     """The values on the grid [..., I] in w's dtype."""
     out = torch.empty_like(w)
@@ -38,7 +39,7 @@ def _(w, fp8):
     return torch.empty_like(w)
 
 
-@torch.library.custom_op("rille::mx_quantise", mutates_args=())
+@op("rille::mx_quantise")
 def quantise(w: Tensor, fp8: bool) -> tuple[Tensor, Tensor]:
     """Codes uint8 [..., I / 2], or with fp8 [..., I], and scales uint8 [..., I / 32]."""
     *rows, columns = w.shape
@@ -55,7 +56,7 @@ def _(w, fp8):
     return codes, w.new_empty(*rows, columns // 32, dtype=torch.uint8)
 
 
-@torch.library.custom_op("rille::mx_dequantise", mutates_args=())
+@op("rille::mx_dequantise")
 def dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype, fp8: bool) -> Tensor:
     """Values [..., I] in dtype from uint8 codes and scales."""
     out = torch.empty(*scales.shape[:-1], 32 * scales.shape[-1], dtype=dtype, device=codes.device)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 from triton import knobs
 
-from rille.ops.launching import chained
+from rille.ops.launching import chained, launch
 from rille.ops.norm import rms_kernels
+from rille.ops.registering import op
 
 WIDEST = 16384
 TILE = 2048  # elements of a program, in 4 warps; wider rows have more warps
@@ -59,7 +59,7 @@ def dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 and (x.shape[0] < 2 or x.stride(0) >= x.shape[1]) else x.contiguous()
 
 
-@torch.library.custom_op("rille::rms_norm", mutates_args=())
+@op("rille::rms_norm")
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """y [N, D], x + residual [N, D] (empty without), r [N] fp32."""
     (N, D), p = x.shape, plan(x.shape[1])
@@ -67,9 +67,9 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: flo
     total = torch.empty_like(y) if residual is not None else y.new_empty(0)
     rstd = torch.empty(N, dtype=torch.float32, device=x.device)
     if N:
-        launch: Any = rms_kernels.rms_forward[(tiles(N, p),)]
+        strides = x.stride(0), 0 if residual is None else residual.stride(0)
         launch(
-            x, residual, weight, y, total, rstd, N, x.stride(0), 0 if residual is None else residual.stride(0), eps,
+            rms_kernels.rms_forward, tiles(N, p), (x, residual, weight, y, total, rstd, N, *strides, eps),
             D=D, BLOCK=p.BLOCK, ROWS=p.ROWS, ADD=residual is not None, WEIGHT=weight is not None, num_warps=p.warps,
             **chained(x),
         )  # fmt: skip
@@ -82,7 +82,7 @@ def _(x, residual, weight, eps):
     return y, x.new_empty(x.shape if residual is not None else 0), x.new_empty(x.shape[0], dtype=torch.float32)
 
 
-@torch.library.custom_op("rille::rms_norm_backward", mutates_args=())
+@op("rille::rms_norm_backward")
 def rms_norm_backward(
     dy: Tensor, d_total: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -92,9 +92,9 @@ def rms_norm_backward(
     dx = torch.empty(N, D, dtype=x.dtype, device=x.device)
     partial = torch.empty(programs, 0 if weight is None else D, dtype=torch.float32, device=x.device)
     if N:
-        launch: Any = rms_kernels.rms_backward[(programs,)]
         launch(
-            dy, d_total, x, weight, rstd, dx, partial, N, dy.stride(0), x.stride(0), D=D, BLOCK=p.BLOCK,
+            rms_kernels.rms_backward, programs,
+            (dy, d_total, x, weight, rstd, dx, partial, N, dy.stride(0), x.stride(0)), D=D, BLOCK=p.BLOCK,
             ROWS=p.ROWS, ADD=d_total is not None, WEIGHT=weight is not None, num_warps=p.warps, maxnreg=p.registers,
         )  # fmt: skip
     return dx, partial.sum(0)
@@ -125,17 +125,16 @@ def rms_gradient(ctx, dy, d_total, _):
 rms_norm.register_autograd(rms_gradient, setup_context=save_rms)
 
 
-@torch.library.custom_op("rille::gated_rms_norm", mutates_args=())
+@op("rille::gated_rms_norm")
 def gated_rms_norm(o: Tensor, gate: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """y [N, D] of dtype, r [N] fp32."""
     (N, D), p = o.shape, plan(o.shape[1])
     y = torch.empty(N, D, dtype=dtype, device=o.device)
     rstd = torch.empty(N, dtype=torch.float32, device=o.device)
     if N:
-        launch: Any = rms_kernels.gated_forward[(tiles(N, p),)]
         launch(
-            o, gate, weight, y, rstd, N, o.stride(0), gate.stride(0), eps, D=D, BLOCK=p.BLOCK, ROWS=p.ROWS,
-            num_warps=p.warps,
+            rms_kernels.gated_forward, tiles(N, p), (o, gate, weight, y, rstd, N, o.stride(0), gate.stride(0), eps),
+            D=D, BLOCK=p.BLOCK, ROWS=p.ROWS, num_warps=p.warps,
         )  # fmt: skip
     return y, rstd
 
@@ -145,7 +144,7 @@ def _(o, gate, weight, eps, dtype):
     return o.new_empty(o.shape, dtype=dtype), o.new_empty(o.shape[0], dtype=torch.float32)
 
 
-@torch.library.custom_op("rille::gated_rms_norm_backward", mutates_args=())
+@op("rille::gated_rms_norm_backward")
 def gated_rms_norm_backward(
     dy: Tensor, o: Tensor, gate: Tensor, weight: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -155,9 +154,9 @@ def gated_rms_norm_backward(
     d_o, d_gate = (torch.empty(N, D, dtype=like.dtype, device=o.device) for like in (o, gate))
     partial = torch.empty(programs, D, dtype=torch.float32, device=o.device)
     if N:
-        launch: Any = rms_kernels.gated_backward[(programs,)]
         launch(
-            dy, o, gate, weight, rstd, d_o, d_gate, partial, N, dy.stride(0), o.stride(0), gate.stride(0), D=D,
+            rms_kernels.gated_backward, programs,
+            (dy, o, gate, weight, rstd, d_o, d_gate, partial, N, dy.stride(0), o.stride(0), gate.stride(0)), D=D,
             BLOCK=p.BLOCK, ROWS=p.ROWS, num_warps=p.warps, maxnreg=p.registers,
         )  # fmt: skip
     return d_o, d_gate, partial.sum(0)

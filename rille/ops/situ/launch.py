@@ -6,13 +6,12 @@ unit is SwiGLU.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from triton import knobs
 
-from rille.ops.launching import chained
+from rille.ops.launching import chained, launch
+from rille.ops.registering import op
 from rille.ops.situ import glu_kernels
 
 BLOCK = 1024  # elements of a program of 4 warps: one 16-byte load of a tensor in each thread
@@ -28,19 +27,19 @@ def layout(*tensors: Tensor) -> tuple[int, int]:
     return (1, N * F) if all(x.is_contiguous() for x in tensors) else (N, F)
 
 
-def grid(rows: int, columns: int) -> tuple[int]:
-    return (rows * -(-columns // BLOCK),)
+def programs(rows: int, columns: int) -> int:
+    return rows * -(-columns // BLOCK)
 
 
-@torch.library.custom_op("rille::glu", mutates_args=())
+@op("rille::glu")
 def glu(gate: Tensor, up: Tensor, cap_gate: float, cap_up: float, capped: bool) -> Tensor:
     """The activation [N, F]; caps are ignored where not capped."""
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if out.numel():
         rows, columns = layout(gate, up)
-        launch: Any = glu_kernels.glu_forward[grid(rows, columns)]
         launch(
-            gate, up, out, columns, gate.stride(0), up.stride(0), A=cap_gate, B=cap_up, CAPPED=capped, BLOCK=BLOCK,
+            glu_kernels.glu_forward, programs(rows, columns),
+            (gate, up, out, columns, gate.stride(0), up.stride(0)), A=cap_gate, B=cap_up, CAPPED=capped, BLOCK=BLOCK,
             FAST=not interpreting(), num_warps=4, **chained(gate),
         )  # fmt: skip
     return out
@@ -51,7 +50,7 @@ def _(gate, up, cap_gate, cap_up, capped):
     return gate.new_empty(gate.shape)
 
 
-@torch.library.custom_op("rille::glu_backward", mutates_args=())
+@op("rille::glu_backward")
 def glu_backward(
     dy: Tensor, gate: Tensor, up: Tensor, cap_gate: float, cap_up: float, capped: bool
 ) -> tuple[Tensor, Tensor]:
@@ -59,9 +58,9 @@ def glu_backward(
     d_gate, d_up = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (gate, up))
     if dy.numel():
         rows, columns = layout(dy, gate, up)
-        launch: Any = glu_kernels.glu_backward[grid(rows, columns)]
         launch(
-            dy, gate, up, d_gate, d_up, columns, dy.stride(0), gate.stride(0), up.stride(0), A=cap_gate, B=cap_up,
+            glu_kernels.glu_backward, programs(rows, columns),
+            (dy, gate, up, d_gate, d_up, columns, dy.stride(0), gate.stride(0), up.stride(0)), A=cap_gate, B=cap_up,
             CAPPED=capped, BLOCK=BLOCK, FAST=not interpreting(), num_warps=4,
         )  # fmt: skip
     return d_gate, d_up
