@@ -172,6 +172,8 @@ class _Splitter:
     def _of_types(self, plain: Mapping[str, Any], kinds: Sequence[str]) -> Iterator[Variant]:
         if "const" in plain or "enum" in plain:
             values = [plain["const"]] if "const" in plain else plain["enum"]
+            if "number" not in kinds:  # then integers alone
+                values = [value for value in values if not isinstance(value, float) or value.is_integer()]
             for kind in TYPES:
                 group = [value for value in values if _type_of(value) == kind]
                 if group and kind in {_written_as(given) for given in kinds}:

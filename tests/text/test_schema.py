@@ -64,3 +64,10 @@ def test_what_takes_few_lines_takes_few_steps(key):
     with pytest.raises(ValueError, match="open into more than 1,000 parts"):
         variants(wide, wide)
     assert [variant.type for variant in variants(narrow, narrow)] == ["object"]
+
+
+def test_a_list_of_values_holds_what_the_type_beside_it_admits():
+    values = [1, 2.0, 2.5, "1", True, None]
+    for kind, held in (("integer", [1, 2.0]), ("number", [1, 2.0, 2.5]), (["integer", "null"], [1, 2.0, None])):
+        [*found] = variants({"type": kind, "enum": values}, {})
+        assert [value for variant in found for value in variant.schema["enum"]] == held
