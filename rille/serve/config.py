@@ -204,7 +204,8 @@ class BenchServeConfig:
 
     check: int = 0
     """Ask so many of the requests again afterwards, one at a time: each must be answered as it was under load.
-    Wait before that until nothing runs: no page may be held then. The server must be deterministic."""
+    Wait before that until nothing runs: no page may be held then. The server must be deterministic.
+    At the end look once more, 10 s later, what memory it has given back."""
 
     temperature: float = 1.0
     """Of sampling."""

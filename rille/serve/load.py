@@ -70,9 +70,10 @@ async def _measure(
     watching.cancel()
     await asyncio.wait({watching})
     after = await watch.settle()
-    found: Json = {"server": course(watch.points, after)}
-    if config.check:
-        found["checked"], found["different"] = await load.ask_again()
+    if not config.check:
+        return samples, seconds, {"server": course(watch.points, after)}
+    checked, different = await load.ask_again()
+    found = {"server": course(watch.points, after, await watch.rest()), "checked": checked, "different": different}
     return samples, seconds, found
 
 

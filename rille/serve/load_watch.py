@@ -1,6 +1,6 @@
 """What a load does to a server: its memory and its pages while it runs, and whether all comes back. No torch here.
 
-/metrics every second  ->  Point*        resident memory before, in the middle, at the end, and when nothing runs
+/metrics every second  ->  Point*        resident memory before, in the middle, at the end, when nothing runs, at rest
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from rille.serve.remote import Server
+from rille.serve.resident import IDLE_S
 
 Json = dict[str, Any]
 
 EVERY_S = 1.0
 PATIENCE_S = 60.0  # for requests that were left to be gone from the server
+REST_S = 2 * IDLE_S  # after which a server has given back what was freed
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,17 @@ class Watch:
             await asyncio.sleep(EVERY_S / 10)
         return point
 
+    async def rest(self) -> Point:
+        """The server when nothing has run there for a while."""
+        await asyncio.sleep(REST_S)
+        return await asyncio.to_thread(self.look)
 
-def course(points: Sequence[Point], after: Point) -> Json:
-    """Memory in MiB: before the load, in its middle, at its end, at most, and afterwards; what is open then."""
+
+def course(points: Sequence[Point], after: Point, rested: Point | None = None) -> Json:
+    """Memory in MiB: before the load, in its middle, at its end, afterwards, at rest (where somebody waited for that)
+    and at most; what is open afterwards."""
     named = {"before": points[0], "middle": points[len(points) // 2], "end": points[-1], "after": after}
+    named |= {} if rested is None else {"rested": rested}
     memory = {name: point.memory / 2**20 for name, point in named.items() if point.memory is not None}
     if memory:
         memory["most"] = max(point.memory or 0.0 for point in points) / 2**20

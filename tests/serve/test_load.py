@@ -6,6 +6,7 @@ from statistics import fmean
 import pytest
 
 from rille import cli
+from rille.serve import load_watch
 from rille.serve.load_report import distinct, spread
 from rille.serve.schema import EngineStats
 from rille.serve.traces import TraceShape
@@ -96,7 +97,13 @@ def test_c2_loops_are_refused(server, capsys):
     assert "go in circles" in capsys.readouterr().err
 
 
-def test_a_client_leaves_and_asks_again(server, tmp_path, capsys):
+@pytest.fixture
+def no_rest(monkeypatch):
+    """Nobody waits for memory to come back."""
+    monkeypatch.setattr(load_watch, "REST_S", 0.0)
+
+
+def test_a_client_leaves_and_asks_again(server, tmp_path, capsys, no_rest):
     """Left replies end in the server; those asked again alone are held against what was said under load."""
     gone = len(server.engine.aborted)
     for _ in range(8):
@@ -112,6 +119,7 @@ def test_a_client_leaves_and_asks_again(server, tmp_path, capsys):
     assert (
         memory["most"] >= memory["before"] > 0
         and memory["after"] > 0
+        and memory["rested"] > 0
         and found["figures"]["server"]["pages_after"] == 0
     )
     first = found["samples"][0]
@@ -126,7 +134,7 @@ def test_a_client_leaves_and_asks_again(server, tmp_path, capsys):
         (list(range(10, 30)), EngineStats(pages_used=3), "0 requests are open and 3 pages held"),
     ],
 )
-def test_what_a_check_finds(server, capsys, last, figures, told):
+def test_what_a_check_finds(server, capsys, no_rest, last, figures, told):
     for _ in range(6):
         server.say(list(range(10, 30)))
     server.say(last)

@@ -16,6 +16,7 @@ from rille.serve import resident, server
 from rille.serve.assemble import REMEMBERED
 from rille.serve.audit import audit_scheduler
 from rille.serve.config import ServeConfig
+from rille.serve.meters import Meters
 from rille.serve.paged import POISON, Pages
 from rille.serve.resident import Rest, give_back
 from rille.serve.schema import SamplingParams
@@ -35,6 +36,13 @@ def model():
 
 def resident_bytes() -> int:
     return int(STATM.read_text().split()[1]) * PAGESIZE
+
+
+@needs_proc
+def test_resident_memory_is_among_the_metrics(model):
+    text = Meters(engine(model), "small").text().decode()
+    [line] = [line for line in text.splitlines() if line.startswith("process_resident_memory_bytes ")]
+    assert 0.5 < float(line.split()[1]) / resident_bytes() < 2
 
 
 # --- before the first request -----------------------------------------------------------------------------------------
