@@ -101,6 +101,11 @@ class Front:
             raise ValueError(ask.in_its_words(str(error))) from None
 
     def _prepare(self, ask: Ask) -> Prepared:
+        if len(ask.messages) > self.abilities.max_length:  # no need to look at each
+            raise TooLarge(
+                f"{len(ask.messages):,} messages have more tokens than the context length of "
+                f"{self.abilities.max_length:,} here; shorten the conversation"
+            )
         check_tools(ask.messages, ask.tools)
         check_response_format(ask.response_format)
         urls = [url for message in ask.messages for url in picture_urls(message)]

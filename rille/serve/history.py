@@ -10,7 +10,7 @@ where it is.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rille.serve.asking import Json, check_keys
@@ -26,6 +26,19 @@ class Listed:
     messages: list[Json]
     tools: list[Json] | None
     places: list[str]
+
+
+@dataclass
+class _Turn:
+    """An assistant's message in pieces; they are many, and joined once."""
+
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[Json] = field(default_factory=list)
+
+    def message(self) -> Json:
+        texts = {"content": "".join(self.content), "reasoning_content": "".join(self.reasoning)}
+        return {"role": "assistant", **texts, **({"tool_calls": self.calls} if self.calls else {})}
 
 
 # --- Anthropic --------------------------------------------------------------------------------------------------------
@@ -83,22 +96,21 @@ def _checked(block: Any, where: str) -> Json:
 
 
 def _assistant(blocks: Sequence[Json], where: str) -> Json:
-    message: Json = {"role": "assistant", "content": "", "reasoning_content": ""}
-    calls: list[Json] = []
+    turn = _Turn()
     for i, block in enumerate(blocks):
         place = f"{where}.content[{i}]"
         if block["type"] == "text":
-            message["content"] += _text_of(block, place)
+            turn.content.append(_text_of(block, place))
         elif block["type"] == "thinking":
-            message["reasoning_content"] += _field(block, "thinking", place)
+            turn.reasoning.append(_field(block, "thinking", place))
         elif block["type"] == "tool_use":
             arguments = block.get("input")
             if not isinstance(arguments, Mapping):
                 raise ValueError(f"{place}.input must be an object")
-            calls.append(_call(_field(block, "id", place), _field(block, "name", place), arguments))
+            turn.calls.append(_call(_field(block, "id", place), _field(block, "name", place), arguments))
         elif block["type"] != "redacted_thinking":
             raise ValueError(f"{place} is of type {block['type']!r}, which an assistant does not write")
-    return {**message, "tool_calls": calls} if calls else message
+    return turn.message()
 
 
 def _others(role: str, blocks: Sequence[Json], where: str) -> list[Json]:
@@ -164,17 +176,17 @@ _TEXT_PARTS = ("input_text", "output_text", "text")
 
 def from_responses(given: str | Sequence[Any], instructions: str | None, tools: Sequence[Any] | None) -> Listed:
     """Raises ValueError."""
-    listed: list[Json] = [{"role": "system", "content": instructions}] if instructions else []
+    listed: list[Json | _Turn] = [{"role": "system", "content": instructions}] if instructions else []
     places = ["instructions"] * len(listed)
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    turn: Json | None = None  # the assistant's, as long as it goes on
+    turn: _Turn | None = None  # the assistant's, as long as it goes on
     for i, item in enumerate(items):
         where = f"input[{i}]"
         kind = item.get("type", "message") if isinstance(item, Mapping) else None
         role = item.get("role") if isinstance(item, Mapping) else None
         if kind in ("reasoning", "function_call") or (kind == "message" and role == "assistant"):
-            if turn is None or (kind != "function_call" and (turn["content"] or turn.get("tool_calls"))):
-                turn = {"role": "assistant", "content": "", "reasoning_content": ""}
+            if turn is None or (kind != "function_call" and (any(turn.content) or turn.calls)):
+                turn = _Turn()
                 listed.append(turn)
                 places.append(where)
             _extend(turn, kind, item, where)
@@ -189,22 +201,22 @@ def from_responses(given: str | Sequence[Any], instructions: str | None, tools: 
             raise ValueError(f"{where} is of type {kind!r}; this server takes {known}")
         places.append(where)
     made = None if tools is None else [_flat_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
-    return Listed(listed, made, places)
+    return Listed([one.message() if isinstance(one, _Turn) else one for one in listed], made, places)
 
 
-def _extend(turn: Json, kind: str, item: Mapping[str, Any], where: str) -> None:
+def _extend(turn: _Turn, kind: str, item: Mapping[str, Any], where: str) -> None:
     content = item.get("content")
     if kind == "message" and isinstance(content, str):
-        turn["content"] += content
+        turn.content.append(content)
     elif kind == "message":
         parts = _list(content, f"{where}.content")
-        turn["content"] += "".join(_response_text(part, f"{where}.content[{i}]") for i, part in enumerate(parts))
+        turn.content += (_response_text(part, f"{where}.content[{i}]") for i, part in enumerate(parts))
     elif kind == "reasoning":  # a summary says less, and what is encrypted cannot be read
         parts = _list(content, f"{where}.content")
-        turn["reasoning_content"] += "".join(_reasoning_text(part, f"{where}.content") for part in parts)
+        turn.reasoning += (_reasoning_text(part, f"{where}.content") for part in parts)
     else:
         call = _call(_field(item, "call_id", where), _field(item, "name", where), _field(item, "arguments", where))
-        turn.setdefault("tool_calls", []).append(call)
+        turn.calls.append(call)
 
 
 def _list(value: Any, where: str) -> Sequence[Any]:

@@ -64,6 +64,9 @@ def test_b12_too_long_is_refused_before_anything_is_computed(server):
         status, answer, _ = server.post(CHAT, {"messages": [USER], **body})
         assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
         assert f"{MAX_LENGTH:,}" in answer["error"]["message"]
+    for path, body in ((CHAT, {}), ("/v1/messages", {"model": "tiny", "max_tokens": 5})):
+        status, answer, _ = server.post(path, {"messages": [USER] * (MAX_LENGTH + 1), **body})
+        assert status == 400 and "4,001 messages have more tokens than" in answer["error"]["message"]
     assert len(server.engine.requests) == before
 
 

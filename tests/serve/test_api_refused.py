@@ -1,8 +1,12 @@
 """Bodies that cannot be: refused in one line that names the parameter, before anything runs; and those that can, though
 they look odd."""
 
+import json
+
 import pytest
 
+from rille.serve import bodies
+from rille.serve.bodies import read_json
 from rille.serve.errors import from_value_error
 from tests.serve.scripted import reply_ids
 from tests.serve.test_api_chat import FORMAT, TOOL, USER
@@ -139,6 +143,15 @@ def test_what_is_no_json_is_told_in_words(server, path, odd, told):
     """Whatever a reply would repeat of it, and wherever one of two values would be lost."""
     status, answer, _ = server.post(path, b'{"model": "tiny", "stream": true, ' + odd + b"}")
     assert status == 400 and answer["error"]["message"] == f"the body cannot be read as JSON: {told}"
+
+
+def test_a_body_of_more_values_than_memory_is_refused_before_they_are_made(monkeypatch):
+    monkeypatch.setattr(bodies, "MOST_VALUES", 1000)
+    text = '"' + "x" * 5000 + '"'
+    assert read_json(f"[{text}, [{'1,' * 900}1]]".encode())[0] == "x" * 5000
+    for many in ("[],", "{},", "1,"):
+        with pytest.raises(json.JSONDecodeError, match="more than 1,000 values"):
+            read_json(f"[{text}, {many * 1100}1]".encode())
 
 
 def nested(depth: int) -> dict:
