@@ -61,7 +61,7 @@ class Build(NamedTuple):
     """What one compilation gave. spills: bytes of stack and local memory a thread. wgmma, register_a: warp-group
     products, and those whose left operand comes from registers. instructions: in the machine code, of which `looped`
     lie inside loops; times the warps this is what one program issues, each turn of a loop counted once. lost: see
-    `lost_addresses`."""
+    `lost_addresses`. kept: barriers that are never given up (`barriers_gluon.py`)."""
 
     name: str
     warps: int
@@ -73,6 +73,7 @@ class Build(NamedTuple):
     instructions: int
     looped: int
     lost: int
+    kept: int
 
 
 def compile_specimen(specimen: Specimen, sass_folder: Path | None = None) -> Build:
@@ -105,6 +106,7 @@ def compile_specimen(specimen: Specimen, sass_folder: Path | None = None) -> Bui
         instructions=instructions,
         looped=looped,
         lost=lost_addresses(sass),
+        kept=kept_barriers(out.asm["ptx"]),
     )
 
 
@@ -174,6 +176,12 @@ def lost_addresses(sass: str) -> int:
     return sum(kept.search(line) is None for line in uses)
 
 
+def kept_barriers(ptx: str) -> int:
+    """Barriers that are begun and not given up: a tile laid in their place is not safe there."""
+    begun, given_up = (re.findall(rf"\bmbarrier\.{word}[.\w:]* *\[", ptx) for word in ("init", "inval"))
+    return len(begun) - len(given_up)
+
+
 def violations(specimen: Specimen, build: Build) -> list[str]:
     """What a build breaks of its specimen's limits, in words."""
     found = []
@@ -183,6 +191,8 @@ def violations(specimen: Specimen, build: Build) -> list[str]:
         found.append(f"{build.name}: {build.shared} bytes of shared memory, at most {SHARED_LIMIT}")
     if build.lost:
         found.append(f"{build.name}: the stack pointer stands for a lost address in {build.lost} instructions")
+    if build.kept:
+        found.append(f"{build.name}: {build.kept} barriers are never given up")
     if specimen.want_wgmma and build.wgmma == 0:
         found.append(f"{build.name}: no wgmma instruction")
     return found
@@ -200,7 +210,7 @@ def specimens_of(op: str) -> list[Specimen]:
     return found
 
 
-COLUMNS = "warps regs spill shared wgmma A-reg instr loops lost"
+COLUMNS = "warps regs spill shared wgmma A-reg instr loops lost kept"
 HEADER = f"{'kernel':<44} " + " ".join(f"{name:>6}" for name in COLUMNS.split())
 
 

@@ -25,6 +25,7 @@ class Machine:
         """What arrives after a program's end lands in the shared memory of the next one."""
         assert not self.leaving and not any(self.groups), "copies are under way at a program's end"
         assert not any(barrier.arrivals for barrier in self.barriers), "copies are under way at a program's end"
+        assert not self.barriers, "barriers that were not given up"
 
 
 MACHINE = Machine()

@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from rille.ops import barriers_gluon
 from tests.ops.gluon_machine import MACHINE
 
 
@@ -255,6 +256,11 @@ def mbarrier_init(barrier: Shared, count: int) -> None:
     MACHINE.barriers.append(barrier)
 
 
+def mbarrier_invalidate(barrier: Shared) -> None:
+    assert not barrier.arrivals and not barrier.expected, "given up before all has arrived"
+    MACHINE.barriers.remove(barrier)
+
+
 def mbarrier_expect(barrier: Shared, count: int, pred: Any = True) -> None:
     if pred:
         assert not barrier.expected
@@ -340,6 +346,7 @@ def stand_ins() -> dict[str, types.ModuleType]:
         commit_group=lambda: MACHINE.groups.append([]),
     )  # fmt: skip
     barriers = dict(MBarrierLayout=Layout, init=mbarrier_init, expect=mbarrier_expect, wait=mbarrier_wait)
+    barriers |= dict(invalidate=mbarrier_invalidate)
     tma = dict(async_copy_global_to_shared=tma_in, async_copy_shared_to_global=tma_out, store_wait=tma_store_wait)
     hopper: dict[str, Any] = dict(mbarrier=module("mbarrier", **barriers), tma=module("tma", **tma))
     hopper |= dict(fence_async_shared=lambda: None, warpgroup_mma=warpgroup_mma)
@@ -354,15 +361,16 @@ def stand_ins() -> dict[str, types.ModuleType]:
 
 
 def kernels_of(*real: types.ModuleType) -> list[types.ModuleType]:
-    """The modules' sources executed with the stand-in; a later one sees the earlier ones."""
+    """The modules' sources executed with the stand-in; a later one sees the earlier ones, and all see how barriers are
+    given up."""
     found, names = [], stand_ins()
-    for each in real:
+    for each in (barriers_gluon, *real):
         copy = types.ModuleType(each.__name__)
         with mock.patch.dict(sys.modules, names):
             exec(compile(Path(str(each.__file__)).read_text(), str(each.__file__), "exec"), copy.__dict__)
         names[each.__name__] = copy
         found.append(copy)
-    return found
+    return found[1:]
 
 
 class Kernel:

@@ -1,6 +1,6 @@
 """What `rille.ops.ahead` reads from machine code."""
 
-from rille.ops.ahead import Build, Specimen, lost_addresses, violations
+from rille.ops.ahead import Build, Specimen, kept_barriers, lost_addresses, violations
 
 SOUND = """
         /*0000*/                   LDC R1, c[0x0][0x28] ;
@@ -23,6 +23,22 @@ def test_stack_pointer_as_data_is_found() -> None:
 
 def test_a_lost_address_breaks_the_build() -> None:
     specimen = Specimen("x", None, {})
-    build = Build("x", 8, 255, 0, 0, 0, 0, 10, 0, lost_addresses(LOST))
+    build = Build("x", 8, 255, 0, 0, 0, 0, 10, 0, lost_addresses(LOST), 0)
     assert violations(specimen, build) == ["x: the stack pointer stands for a lost address in 3 instructions"]
     assert violations(specimen, build._replace(lost=0)) == []
+
+
+PTX = """
+	@%p1 mbarrier.init.shared::cta.b64 [%r54], 1;
+	@%p1 mbarrier.init.shared::cta.b64 [%r55], 1;
+	mbarrier.try_wait.parity.shared.b64 complete, [%r54], %r66;
+"""
+GIVEN_UP = """
+	@%p1 mbarrier.inval.shared::cta.b64 [%r54];
+"""
+
+
+def test_barriers_that_are_not_given_up_break_the_build() -> None:
+    assert [kept_barriers(PTX + GIVEN_UP * count) for count in range(3)] == [2, 1, 0]
+    build = Build("x", 8, 255, 0, 0, 0, 0, 10, 0, 0, kept_barriers(PTX + GIVEN_UP))
+    assert violations(Specimen("x", None, {}), build) == ["x: 1 barriers are never given up"]

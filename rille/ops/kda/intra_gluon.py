@@ -31,6 +31,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from rille.ops.barriers_gluon import give_up
+
 LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
 SHUT: gl.constexpr = gl.constexpr(28.0)  # as in `intra.py`
 PARTS: gl.constexpr = gl.constexpr(4)  # of a tile's rows: as many as a thread keeps in registers at a time, R = 4
@@ -577,3 +579,4 @@ def intra_tile_kernel(
     if DIGITS == 2 and not SOLVED:
         tma.async_copy_shared_to_global(t_desc, [(gl.num_programs(0) + program) * 64, 0], low_s)
     tma.store_wait(0)
+    give_up(bars)

@@ -28,6 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from rille.ops.barriers_gluon import give_up
+
 
 @gluon.jit
 def fetch(
@@ -190,3 +192,5 @@ def state_pass_ring_kernel(
         [1],
         [24],
     )  # fmt: skip
+    give_up(full)
+    give_up(empty)

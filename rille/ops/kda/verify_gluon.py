@@ -25,6 +25,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from rille.ops.barriers_gluon import give_up
 from rille.ops.kda.decode_gluon import (
     TILE,
     advance,
@@ -496,3 +497,5 @@ def verify(
         head, row, slot, count = head1, row1, slot1, count1
     async_copy.wait_group(0)
     tma.store_wait(0)
+    if AHEAD:
+        give_up(arrived)

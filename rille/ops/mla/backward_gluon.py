@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from rille.ops.barriers_gluon import give_up
 from rille.ops.mla.forward_gluon import barrier, exp2
 
 
@@ -235,3 +236,5 @@ def key_rings_kernel(
         [4, 1],
         [240, 24],
     )  # fmt: skip
+    for i in gl.static_range(len(bars)):
+        give_up(bars[i])

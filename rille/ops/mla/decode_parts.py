@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from rille.ops.barriers_gluon import give_up
 from rille.ops.mla.decode_stream import cut_tail
 from rille.ops.mla.forward_gluon import barrier, exp2
 
@@ -270,3 +271,5 @@ def latent_parts_kernel(
         [4, 4, 1],
         [176, 128, 24],
     )  # fmt: skip
+    for i in gl.static_range(len(bars)):
+        give_up(bars[i])

@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from rille.ops.barriers_gluon import give_up
 from rille.ops.chain_gluon import meet
 from rille.ops.mla.forward_gluon import barrier, exp2
 
@@ -218,3 +219,5 @@ def latent_stream_kernel(
         [1],
         [40],
     )  # fmt: skip
+    for i in gl.static_range(len(bars)):
+        give_up(bars[i])

@@ -29,6 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from rille.ops.barriers_gluon import give_up
+
 # Triton 3.7 calls it `barrier`.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
@@ -240,3 +242,5 @@ def forward_rings_kernel(
         [4, 1],
         [240, 24],
     )  # fmt: skip
+    for i in gl.static_range(len(bars)):
+        give_up(bars[i])
