@@ -1,86 +1,104 @@
-"""KDA's kernels again and again beside processes that share the card: does a result ever differ, and whose is it?
+"""KDA's forward and backward pass again and again while processes take turns on one card: the bits must never change.
 
-    PYTHONPATH=. python3 benchmarks/ops/kda_under_load.py [--seconds 60] [--busy 12] [--forms "as it is,twin"]
+    PYTHONPATH=. python3 benchmarks/ops/kda_under_load.py [--seconds 60] [--repeating 6] [--busy 6]
 
-Alone on the card every call has had the same bits; in time slices among dozens of processes one in thousands had NaN.
-Busy processes take the time slices: products, copies, small kernels of torch, nothing of ours. This one repeats, a
-round after another and in every form for so many seconds, on fixed inputs:
-
-    first      the first kernel, T in two digits        pass     the state pass on fixed outputs of the first
-    backward   its four kernels, each on fixed inputs   plain    a known pattern, written by torch
-    tma        the same pattern, by a kernel that does nothing but store a tile as the first kernel does
-
-and compares all bits with a run from before the others began (plain, tma: with the pattern). New memory holds a NaN of
-one kind: where it still stands, a store has not arrived; a NaN that a kernel made has other bits. What differs is read
-a second time, so that a store that came late is told from one that never came.
-
-It decides: where `plain` differs, it is the card or the driver; where `tma` does and not with "whole wait", the wait at
-the end of kernels that store by TMA; where "as it is" does and not "first twin" or "pass twin", that Gluon kernel.
-A form in which nothing differs says something after several times the rounds that another form took to differ. Ends
-with 1 where a bit differed. A cold cache adds a minute or two for compiling; --busy 0 is the control.
+Between two turns a card saves what a kernel has on its multiprocessors and puts it back, and what a kernel does there
+against the rules can show then and at no other time (`rille/ops/barriers_gluon.py` is what was found so). Processes
+that repeat compare every result with their first one; busy ones see to it that turns end in mid-kernel: products,
+copies and small kernels of torch. New memory holds NaN. It is a matter of luck: what one call in 50,000 shows needs
+several hundred thousand. Ends with 1 where a bit differed.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
-from kda_parts.repeated import FORMS, TILES, WORKS, Stage, controls, described, different, in_form, stages_of
+from kda_parts import backward as bench
+from torch import Tensor
 
-LINES = 20  # that tell of differing runs, of one form
+from rille.ops.kda import forward
+
+TOGETHER = 8  # calls between two waits for the card
+LINES = 20  # that tell of differing results
+WORK = bench.Work("16 x 1000", 16, (1000,))
+WORKS = {"bounded": WORK, "softplus": replace(WORK, bound=None)}
+Results = Sequence[tuple[str, Tensor]]
 
 
-def repeat(name: str, stages: list[Stage], seconds: float) -> int:
-    """How many runs differed."""
-    began, rounds, found = time.time(), 0, Counter[str]()
-    lines = 0
+def parts_of(case: bench.Case) -> Callable[[], Results]:
+    """The forward pass with all that its first kernel hands on, then the same with its gradients."""
+    inputs, state = bench.inputs_of(case), case.leaves[7].detach()
+    arguments = (*inputs[:2], *inputs[3:8], inputs.spans_M2)
+
+    def run() -> Results:
+        with torch.no_grad():
+            made, final = forward.intra(*arguments, digits=2), torch.empty_like(state)
+            o = forward.state_pass(made, inputs.v_NHV, inputs.starts, inputs.order_S, inputs.first_S, state, final)
+        alone = [("o alone", o), ("final alone", final), *made._asdict().items()]
+        return alone + list(zip(bench.NAMES, case.ours(), strict=True))
+
+    return run
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.view({2: torch.int16, 4: torch.int32}[x.element_size()])
+
+
+def described(got: Tensor, expected: Tensor) -> str:
+    """How many elements differ, and the bits of the first of them."""
+    wrong = bits(got) != bits(expected)
+    if not wrong.any():
+        return "right at a second look"
+    at, mask = wrong.nonzero(), (1 << 8 * got.element_size()) - 1
+    found = [f"{x & mask:x}" for x in bits(got)[wrong][:8].tolist()]
+    return f"{len(at)} of {tuple(got.shape)}, {int(got.isnan().sum())} NaN, from {at[0].tolist()}: {' '.join(found)}"
+
+
+def repeat(name: str, run: Callable[[], Results], seconds: float) -> int:
+    """How many calls differed from the first."""
+    expected, began, calls, differing, lines = dict(run()), time.time(), 0, 0, 0
     while time.time() - began < seconds:
-        rounds += 1
-        for stage in stages:
-            got = stage.run()
-            wrong = different(got, stage.expected)
-            found.update([stage.name] if wrong else [])
-            for tensor in wrong if lines < LINES else ():
-                text = f"{stage.name}: {tensor} {described(got[tensor], stage.expected[tensor])}"
-                print(f"  {time.strftime('%H:%M:%S')} {name}, round {rounds}, {text}", flush=True)
-                lines += 1
-    runs, ended = rounds * len(stages), ", ".join(f"{stage} {count}" for stage, count in found.items())
-    print(f"{name}: {runs} runs, {rounds} of each stage, differing: {ended or 'none'}", flush=True)
-    return found.total()
+        results = [run() for _ in range(TOGETHER)]
+        same = torch.stack([(bits(x) == bits(expected[key])).all() for got in results for key, x in got])
+        calls += TOGETHER
+        for got, equal in zip(results, same.view(TOGETHER, -1).tolist(), strict=True):
+            differing += not all(equal)
+            for (key, x), fine in zip(got, equal, strict=True):
+                if not fine and lines < LINES:
+                    print(f"  {name}, {calls} calls, {key}: {described(x, expected[key])}", flush=True)
+                    lines += 1
+    print(f"{name}: {calls} calls, {differing} differ", flush=True)
+    return differing
 
 
-def keep_busy(kind: int, device: str) -> None:
+def keep_busy(kind: int) -> None:
     """Until the process that began this one has gone, or ends it."""
-    size, parent = 4096 if device == "cuda" else 64, os.getppid()
-    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in "ab")
-    wide, small = torch.zeros(size, 4 * size, device=device), torch.randn(64, 1024, device=device)
+    parent = os.getppid()
+    a, b = (torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda") for _ in "ab")
+    wide, small = torch.zeros(4096, 16384, device="cuda"), torch.randn(64, 1024, device="cuda")
     copied = torch.empty_like(wide)
     calls = (partial(torch.mm, a, b), partial(copied.copy_, wide), partial(torch.softmax, small, 1))
-    calls += (partial(torch.mm, wide[:, : size // 4].T, wide[:, : size // 4]),)
-    said = False
+    calls += (partial(torch.mm, wide[:, :1024].T, wide[:, :1024]),)
+    print("busy", flush=True)
     while os.getppid() == parent:
         for _ in range(20):
             calls[kind % len(calls)]()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        if not said:
-            print("busy", flush=True)
-        said = True
+        torch.cuda.synchronize()
 
 
 @contextmanager
-def load(processes: int, device: str) -> Iterator[None]:
+def load(processes: int) -> Iterator[None]:
     """Beside so many busy processes, all of which must last to the end."""
-    command = [sys.executable, __file__, "--device", device, "--kind"]
+    command = [sys.executable, __file__, "--kind"]
     children = [subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True) for i in range(processes)]
     try:
         for child in children:
@@ -97,47 +115,35 @@ def load(processes: int, device: str) -> Iterator[None]:
             child.wait()
 
 
-def made_in(name: str, options: argparse.Namespace) -> list[Stage]:
-    """The stages that are wanted, compiled, and twice the same before anything runs beside them."""
-    with in_form(FORMS[name]), torch.no_grad():
-        made = [stage for tiles in TILES for stage in controls(tiles, FORMS[name].whole, options.device)]
-        if options.device == "cuda":
-            made += [stage for work in WORKS for stage in stages_of(work)]
-        chosen = [stage for stage in made if stage.name.startswith(tuple(options.stages.split(",")))]
-        if not chosen:
-            raise SystemExit(f"no stage begins with {options.stages!r}; there are {', '.join(x.name for x in made)}")
-        for stage in chosen:
-            if wrong := different(stage.run(), stage.expected):
-                raise SystemExit(f"{name}: {stage.name}: {', '.join(wrong)} differ with nothing beside them")
-    return chosen
+def beside_others(options: argparse.Namespace) -> int:
+    """The largest exit status of the processes that repeat."""
+    repeating = [
+        [sys.executable, __file__, "--gate", gate, "--seconds", str(options.seconds)]
+        for gate in (list(WORKS) * options.repeating)[: options.repeating]
+    ]
+    with load(options.busy):
+        children = [subprocess.Popen(command) for command in repeating]
+        return max((abs(child.wait()) for child in children), default=0)
 
 
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=60, help="for each form")
-    parser.add_argument("--busy", type=int, default=12, help="processes beside this one")
-    parser.add_argument("--forms", default=",".join(FORMS), help="by commas")
-    parser.add_argument("--stages", default="", help="beginnings of their names, by commas; all by default")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: nothing but the plain control")
-    parser.add_argument("--kind", type=int, help="be the busy process of this number")
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--repeating", type=int, default=6, help="processes that repeat the kernels, gate by gate")
+    parser.add_argument("--busy", type=int, default=6, help="processes that take turns with them")
+    parser.add_argument("--gate", choices=WORKS, help="be one that repeats")
+    parser.add_argument("--kind", type=int, help="be the busy one of this number")
     options = parser.parse_args(words)
-    if options.kind is not None:
-        return keep_busy(options.kind, options.device)
-    names = options.forms.split(",")
-    if unknown := [name for name in names if name not in FORMS]:
-        parser.error(f"no form {unknown[0]!r}; there are {', '.join(FORMS)}")
-    if options.device == "cuda" and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         raise SystemExit("kda_under_load: no CUDA device")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))
+    if options.kind is not None:
+        return keep_busy(options.kind)
+    if options.gate is None:
+        raise SystemExit(beside_others(options))
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore[reportAttributeAccessIssue]
-    stages = {name: made_in(name, options) for name in names}
-    differing = 0
-    with load(options.busy, options.device):
-        for name in names:
-            with in_form(FORMS[name]):
-                differing += repeat(name, stages[name], options.seconds)
-    raise SystemExit(1 if differing else 0)
+    run = parts_of(bench.draw(WORKS[options.gate], stateful=True))
+    raise SystemExit(1 if repeat(options.gate, run, options.seconds) else 0)
 
 
 if __name__ == "__main__":
