@@ -58,20 +58,42 @@ def _whole(values: Sequence[int], name: str) -> tuple[int, ...]:
 class ChunkMap:
     """Sequences cut into chunks of `size` rows; a chunk never crosses a sequence.
 
-    rows_MC int64: token of each row, 0 where there is none. mask_MC bool: which rows hold a token. sequence_M, order_M
-    int64: the chunk's sequence and its place in it. first_S int64: the sequence's first chunk. per_sequence: chunks of
-    each sequence, on the host. spans_M2 int32: the chunk's first token and its number of tokens, all that a kernel
-    needs to find its rows.
+    per_sequence: chunks of each sequence, on the host. first_S int64: the sequence's first chunk. spans_M2 int32: the
+    chunk's first token and its number of tokens, all that a kernel needs to find its rows. What only plain PyTorch
+    reads is made when it is asked for: rows_MC int64: token of each row, 0 where there is none. mask_MC bool: which
+    rows hold a token. sequence_M, order_M int64: the chunk's sequence and its place in it.
     """
 
     size: int
-    rows: Tensor
-    mask: Tensor
-    sequence: Tensor
-    order: Tensor
     first: Tensor
     per_sequence: tuple[int, ...]
     spans: Tensor
+    starts_M: np.ndarray = field(repr=False)  # the host's numbers of the spans
+    lengths_M: np.ndarray = field(repr=False)
+
+    @cached_property
+    def rows(self) -> Tensor:
+        inside_MC = np.arange(self.size)
+        rows_MC = np.where(inside_MC < self.lengths_M[:, None], self.starts_M[:, None] + inside_MC, 0)
+        return moved(torch.from_numpy(rows_MC), self.first.device)
+
+    @cached_property
+    def mask(self) -> Tensor:
+        return moved(torch.from_numpy(np.arange(self.size) < self.lengths_M[:, None]), self.first.device)
+
+    @cached_property
+    def sequence(self) -> Tensor:
+        return moved(torch.from_numpy(self._sequence), self.first.device)
+
+    @cached_property
+    def order(self) -> Tensor:
+        first_S = np.cumsum((0, *self.per_sequence))[:-1].astype(np.int64)
+        order_M = np.arange(len(self.starts_M)) - first_S[self._sequence]
+        return moved(torch.from_numpy(order_M), self.first.device)
+
+    @property
+    def _sequence(self) -> np.ndarray:
+        return np.repeat(np.arange(len(self.per_sequence)), self.per_sequence).astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,13 +175,11 @@ class Packing:
     def _cut(self, size: int) -> ChunkMap:
         per_sequence = tuple(-(-n // size) for n in self.lengths)
         first = np.cumsum((0, *per_sequence))[:-1].astype(np.int64)
-        sequence = np.repeat(np.arange(self.num_sequences), per_sequence).astype(np.int64)
-        order = np.arange(sum(per_sequence)) - first[sequence]
-        starts, lengths = np.cumsum((0, *self.lengths))[:-1], np.array(self.lengths, dtype=np.int64)
-        inside_MC = order[:, None] * size + np.arange(size)
-        mask_MC = inside_MC < lengths[sequence][:, None]
-        rows_MC = np.where(mask_MC, starts[sequence][:, None] + inside_MC, 0)
-        spans_M2 = np.stack([rows_MC[:, 0], mask_MC.sum(1)], 1).astype(np.int32)
-        arrays = (rows_MC, mask_MC, sequence, order, first, spans_M2)
-        rows, mask, in_sequence, place, firsts, spans = (moved(torch.from_numpy(a), self.device) for a in arrays)
-        return ChunkMap(size, rows, mask, in_sequence, place, firsts, per_sequence, spans)
+        spans = [
+            (start + at, min(size, n - at))
+            for start, n in zip(np.cumsum((0, *self.lengths)).tolist(), self.lengths, strict=False)
+            for at in range(0, n, size)
+        ]
+        spans_M2 = np.array(spans, dtype=np.int64).reshape(-1, 2)
+        firsts, pairs = (moved(torch.from_numpy(x), self.device) for x in (first, spans_M2.astype(np.int32)))
+        return ChunkMap(size, firsts, per_sequence, pairs, spans_M2[:, 0], spans_M2[:, 1])

@@ -36,8 +36,8 @@ def joint_linear(x_ND: Tensor, groups: Groups, *, joint: bool | None = None) -> 
     if torch.is_grad_enabled() and (x_ND.requires_grad or any(w.requires_grad for w in weights)):
         return tuple(linear(x_ND, *g) if len(g) == 1 else joint_product(x_ND, list(g), False) for g in groups)
     y_NC = joint_product(x_ND, weights, True)
-    heights = [sum(w.shape[0] for w in group) for group in groups]
-    return tuple(y_NC[:, sum(heights[:n]) : sum(heights[: n + 1])] for n in range(len(heights)))
+    heights = [sum([w.shape[0] for w in group]) for group in groups]
+    return y_NC.split([*heights, y_NC.shape[1] - sum(heights)], dim=1)[: len(heights)]
 
 
 def side_by_side(parts: list[Tensor]) -> Tensor:

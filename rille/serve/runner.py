@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rille.model.beside import in_line
 from rille.model.context import Context, Routes
 from rille.model.kda import KDA
 from rille.model.media import Media
@@ -91,7 +92,8 @@ class Runner:
         else:
             batch = Batch(self.pages, tables, states, remembered)
         context = Context(packing, batch, Routes() if with_experts else None, media=self._media(parts, starts))
-        hidden_ND = self.model(moved(torch.from_numpy(ids), device), context)
+        with in_line():
+            hidden_ND = self.model(moved(torch.from_numpy(ids), device), context)
         wanted = [range(s + p.count - 1, s + p.num_tokens) for s, p in zip(starts, parts, strict=False) if p.ends]
         rows_R = moved(torch.tensor([row for rows in wanted for row in rows], dtype=torch.int64), device)
         logits_RW = linear(hidden_ND[rows_R], self.model.head_weight)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rille.model.beside import beside
+from rille.model.beside import beside, in_line
 
 
 def test_off_the_gpu_work_is_done_at_once():
@@ -50,3 +50,15 @@ def test_with_gradients_work_stays_on_its_stream():
     streams = []
     beside(lambda: streams.append(torch.cuda.current_stream()) or x * 2, x)()
     assert streams == [torch.cuda.current_stream()]
+
+
+@pytest.mark.gpu
+def test_in_line_work_stays_on_its_stream():
+    x, streams = torch.randn(8, 64, device="cuda"), []
+    with torch.no_grad():
+        for _ in range(2):
+            with in_line():
+                beside(lambda: streams.append(torch.cuda.current_stream()) or x * 2, x)()
+            beside(lambda: streams.append(torch.cuda.current_stream()) or x * 2, x)()
+    here = torch.cuda.current_stream()
+    assert [stream == here for stream in streams] == [True, False, True, False]

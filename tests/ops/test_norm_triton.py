@@ -88,6 +88,21 @@ def test_rows_that_lie_apart() -> None:
     assert torch.equal(gated_rms_norm(o, gate, weight, EPS, backend="triton"), want)
 
 
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_gates_among_the_columns_of_a_product(tokens: int) -> None:
+    """Heads of a token lie together, tokens apart. They are read where they are, and their gradient goes back there."""
+    results = []
+    for apart in (True, False):
+        product = draw(tokens, 88).requires_grad_()
+        o, weight = draw(tokens, 3, 16, seed=1).requires_grad_(), draw(16, seed=2).requires_grad_()
+        gate = product[:, 24:72].unflatten(-1, (3, 16))
+        y = gated_rms_norm(o, gate if apart else gate.contiguous(), weight, EPS, backend="triton")
+        y.backward(draw(tokens, 3, 16, seed=3))
+        results.append((y, o.grad, product.grad, weight.grad))
+    for got, want in zip(*results, strict=True):
+        assert got is not None and want is not None and torch.equal(got, want)
+
+
 def test_no_rows() -> None:
     x = draw(0, 8).requires_grad_()
     weight = draw(8).requires_grad_()
@@ -108,7 +123,7 @@ def test_ops_are_registered_whole() -> None:
     checks = ("test_schema", "test_faketensor")
     arguments = (draw(3, 8), draw(3, 8, seed=1), draw(8), EPS)
     torch.library.opcheck(launch.rms_norm.registered, arguments, test_utils=checks)
-    arguments = (draw(3, 8), draw(3, 8, seed=1), draw(8), EPS, torch.bfloat16)
+    arguments = (draw(6, 8), draw(3, 2, 8, seed=1), draw(8), EPS, torch.bfloat16)
     torch.library.opcheck(launch.gated_rms_norm.registered, arguments, test_utils=checks)
 
 

@@ -72,13 +72,7 @@ def attn_res_site(
     arguments and errors as in `attn_res`.
     """
     _check_site(sources, update, query, gain, norm_gain)
-    name = _settle(backend, sources)
-    if name == "triton":
-        x, running = _triton(sources, update, query, gain, norm_gain, eps)
-        return x, sources[-1] if update is None else running
-    running = sources[-1] if update is None else sources[-1] + update
-    mixed = attn_res([*sources[:-1], running], query, gain, eps, backend=name)
-    return norm_reference.rms_norm(mixed, norm_gain, eps), running
+    return _site(_settle(backend, sources), sources, update, query, gain, norm_gain, eps)
 
 
 def attn_res_handed(
@@ -98,7 +92,8 @@ def attn_res_handed(
     `attn_res_site`, and so are arguments and errors.
     """
     _check_site(sources, update, query, gain, norm_gain)
-    if _settle(backend, sources) == "triton" and torch.is_grad_enabled():
+    name = _settle(backend, sources)
+    if name == "triton" and torch.is_grad_enabled():
         from rille.ops.attn_res import mix
 
         rows = [source.contiguous() for source in sources]
@@ -106,7 +101,7 @@ def attn_res_handed(
         weights = (query.contiguous(), gain.contiguous(), norm_gain.contiguous())
         x, *handed = mix.Handed.apply(eps, update, *weights, *rows)
         return x, handed
-    x, running = attn_res_site(sources, update, query, gain, norm_gain, eps, backend=backend)
+    x, running = _site(name, sources, update, query, gain, norm_gain, eps)
     return x, [*sources[:-1], running]
 
 
@@ -126,6 +121,24 @@ def choose_backend(sources: Sequence[Tensor]) -> tuple[str, str]:
     return "reference" if short else "one_phase", reason
 
 
+def _site(
+    name: str,
+    sources: Sequence[Tensor],
+    update: Tensor | None,
+    query: Tensor,
+    gain: Tensor,
+    norm_gain: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """`attn_res_site` by the backend of that name."""
+    if name == "triton":
+        x, running = _triton(sources, update, query, gain, norm_gain, eps)
+        return x, sources[-1] if update is None else running
+    running = sources[-1] if update is None else sources[-1] + update
+    mixed = attn_res([*sources[:-1], running], query, gain, eps, backend=name)
+    return norm_reference.rms_norm(mixed, norm_gain, eps), running
+
+
 def _triton(
     sources: Sequence[Tensor],
     update: Tensor | None,
@@ -136,8 +149,8 @@ def _triton(
 ) -> tuple[Tensor, Tensor]:
     from rille.ops.attn_res import mix
 
-    leaves = [x for x in (*sources, update, query, gain, norm_gain) if x is not None]
-    save = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
+    leaves = (*sources, update, query, gain, norm_gain)
+    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
     rows = [source.contiguous() for source in sources]
     update = None if update is None else update.to(rows[0].dtype).contiguous()
     norm_gain = None if norm_gain is None else norm_gain.contiguous()
@@ -178,8 +191,9 @@ def _settle(backend: str | None, sources: Sequence[Tensor]) -> str:
 def _check(sources: Sequence[Tensor], query: Tensor, gain: Tensor) -> None:
     if not sources:
         raise ValueError("attn_res: no sources; a site mixes at least the running sum")
-    kinds = {(tuple(source.shape), source.dtype) for source in sources}
+    kinds = {(source.shape, source.dtype) for source in sources}
     if len(kinds) > 1 or sources[0].ndim != 2:
+        kinds = {(tuple(shape), dtype) for shape, dtype in kinds}
         raise ValueError(f"attn_res: sources must share one shape [N, D] and one dtype, got {sorted(map(str, kinds))}")
     width = sources[0].shape[1:]
     if query.shape != width or gain.shape != width:

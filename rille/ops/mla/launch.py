@@ -49,8 +49,9 @@ def attention(
     """[N, H, V] in dtype, gated where a gate is given."""
     inputs = (q_NHK, k_NHK, v_NHV, gate_NHV)
     learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    tables = [query_tiles(packing, FORWARD.own), query_tiles(packing, QUERIES.own), key_tiles(packing, KEYS.own)]
-    return forward_op(*inputs, *tables, packing.longest, scale, dtype, learns)[0]
+    own = query_tiles(packing, FORWARD.own)
+    others = (query_tiles(packing, QUERIES.own), key_tiles(packing, KEYS.own)) if learns else (own, own)  # not read
+    return forward_op(*inputs, own, *others, packing.longest, scale, dtype, learns)[0]
 
 
 def described(x_NHC: Tensor, first: int, rows: int, width: int) -> TensorDescriptor:

@@ -143,7 +143,13 @@ def expert_glu(
     Raises ValueError when shapes or dtypes do not agree, and for a backend that cannot run.
     """
     _check_experts(x, ids, weights, experts)
-    if settle("expert_glu", backend, "grouped", lambda: _experts_obstacle(x, experts), x) == "grouped":
+    name = settle("expert_glu", backend, "grouped", lambda: _experts_obstacle(x, experts), x)
+    return _expert_sum(name, x, ids, weights, experts)
+
+
+def _expert_sum(name: str, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertOperands) -> Tensor:
+    """`expert_glu` by the backend of that name."""
+    if name == "grouped":
         return grouped.expert_glu(x, ids, weights, experts.w13, experts.w2, experts.activation)
     from rille.ops.moe import few, function
 
@@ -167,9 +173,9 @@ def expert_glu_normed(
     _check_experts(x, ids, weights, experts)
     if gain.shape != x.shape[1:]:
         raise ValueError(f"expert_glu_normed: gain of shape {tuple(gain.shape)} for a last axis of {x.shape[1]}")
-    triton = settle("expert_glu", backend, "grouped", lambda: _experts_obstacle(x, experts), x) == "triton"
-    if not triton or not _are_few(x, ids, weights, experts, gain):
-        return rms_norm(expert_glu(x, ids, weights, experts, backend=backend).to(x.dtype), gain, eps)
+    name = settle("expert_glu", backend, "grouped", lambda: _experts_obstacle(x, experts), x)
+    if name == "grouped" or not _are_few(x, ids, weights, experts, gain):
+        return rms_norm(_expert_sum(name, x, ids, weights, experts).to(x.dtype), gain, eps)
     from rille.ops.moe import few
 
     caps = caps_of(experts.activation)

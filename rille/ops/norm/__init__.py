@@ -82,7 +82,8 @@ def gated_rms_norm(
         return reference.gated_rms_norm(o, gate, weight, eps, dtype)
     from rille.ops.norm import launch
 
-    return launch.gated_rms_norm(_rows(o), _rows(gate), weight.contiguous(), eps, dtype)[0].view(o.shape)
+    heads = gate if gate.ndim == 3 and gate.stride(2) == 1 else _rows(gate)[:, None]
+    return launch.gated_rms_norm(_rows(o), heads, weight.contiguous(), eps, dtype)[0].view(o.shape)
 
 
 def choose_backend(*tensors: Tensor) -> tuple[str, str]:
@@ -113,7 +114,7 @@ def _rows(x: Tensor) -> Tensor:
     """[rows, D] with dense rows, without a copy where the rows lie at one distance."""
     from rille.ops.norm import launch
 
-    return launch.dense_rows(x.reshape(-1, x.shape[-1]))
+    return launch.dense_rows(x if x.ndim == 2 else x.reshape(-1, x.shape[-1]))
 
 
 def _contiguous(weight: Tensor | None) -> Tensor | None:

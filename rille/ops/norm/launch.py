@@ -127,14 +127,15 @@ rms_norm.register_autograd(rms_gradient, setup_context=save_rms)
 
 @op("rille::gated_rms_norm")
 def gated_rms_norm(o: Tensor, gate: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """y [N, D] of dtype, r [N] fp32."""
+    """y [N, D] of dtype, r [N] fp32. gate [tokens, heads, D], N of both together, its last axis dense."""
     (N, D), p = o.shape, plan(o.shape[1])
     y = torch.empty(N, D, dtype=dtype, device=o.device)
     rstd = torch.empty(N, dtype=torch.float32, device=o.device)
     if N:
+        strides = o.stride(0), gate.stride(0), gate.stride(1)
         launch(
-            rms_kernels.gated_forward, tiles(N, p), (o, gate, weight, y, rstd, N, o.stride(0), gate.stride(0), eps),
-            D=D, BLOCK=p.BLOCK, ROWS=p.ROWS, num_warps=p.warps,
+            rms_kernels.gated_forward, tiles(N, p), (o, gate, weight, y, rstd, N, *strides, eps), D=D, BLOCK=p.BLOCK,
+            ROWS=p.ROWS, HEADS=gate.shape[1], num_warps=p.warps,
         )  # fmt: skip
     return y, rstd
 
@@ -177,8 +178,9 @@ def gated_gradient(ctx, dy, _):
     o, gate, weight, rstd = ctx.saved_tensors
     if dy is None:
         return None, None, None, None, None
-    d_o, d_gate, d_weight = gated_rms_norm_backward(dense_rows(dy), o, gate, weight, rstd)
-    return d_o, d_gate, d_weight.to(weight.dtype), None, None
+    rows = dense_rows(gate.reshape(-1, gate.shape[2]))
+    d_o, d_gate, d_weight = gated_rms_norm_backward(dense_rows(dy), o, rows, weight, rstd)
+    return d_o, d_gate.view(gate.shape), d_weight.to(weight.dtype), None, None
 
 
 gated_rms_norm.register_autograd(gated_gradient, setup_context=save_gated)

@@ -84,12 +84,14 @@ def rms_backward(
 
 @triton.jit
 def gated_forward(
-    o, gate, weight, y, rstd, N, o_row, gate_row, eps, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
-):
-    """Grid (N / ROWS). A row is one head of one token."""
+    o, gate, weight, y, rstd, N, o_row, gate_token, gate_head, eps,
+    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Grid (N / ROWS). A row is one head of one token; those of the gate may lie at two distances."""
     row_R, d_B, mask_RB = tile_of(tl.program_id(0).to(tl.int64), N, D, BLOCK, ROWS)
     o_RB = load(o, row_R, d_B, o_row, mask_RB)
-    gate_RB = load(gate, row_R, d_B, gate_row, mask_RB)
+    gate_R = row_R // HEADS * gate_token + row_R % HEADS * gate_head
+    gate_RB = load(gate, gate_R, d_B, 1, mask_RB)
     w_B = tl.load(weight + d_B, mask=d_B < D, other=0.0).to(tl.float32)
     r_R = tl.rsqrt(tl.sum(o_RB * o_RB, 1) / D + eps)
     y_RB = o_RB * r_R[:, None] * w_B[None, :] * tl.sigmoid(gate_RB)
