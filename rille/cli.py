@@ -192,6 +192,9 @@ def serve(arguments: Arguments) -> int:
     need("rille serve", "serve", "fastapi", "uvicorn", "pydantic", "prometheus_client", "llguidance")
 
     with loading():
+        from rille.serve.resident import keep_few_kernels
+
+        keep_few_kernels()
         from rille.serve.server import serve
 
     serve(config)

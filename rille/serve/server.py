@@ -42,7 +42,6 @@ def serve(config: ServeConfig) -> None:
     place = find_checkpoint(config.checkpoint)
     listener = listen(config.host, config.port)
     leave_a_core()
-    keep_few_kernels()
     engine = Engine(place, config=config.engine)
     if engine.tokenizer is None:
         raise ValueError(f"{place} has no tokenizer, so there is no text to serve; add its tokenizer.json")
@@ -78,12 +77,6 @@ def leave_a_core() -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() >= cores > 1:
         torch.set_num_threads(cores - 1)
-
-
-def keep_few_kernels() -> None:
-    """Let oneDNN keep 64 of the convolutions that it has compiled, where nothing else is asked for: each is for one
-    number of tokens, most steps have a number that none had before, and 1,024 take 25 MiB without saving time."""
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")  # read at the first convolution
 
 
 def keep_loaded() -> None:

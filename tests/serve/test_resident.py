@@ -1,5 +1,7 @@
 """The memory of a server's process: what is there before the first request, and what goes back afterwards."""
 
+import ctypes
+import os
 import subprocess
 import sys
 import threading
@@ -18,7 +20,7 @@ from rille.serve.audit import audit_scheduler
 from rille.serve.config import ServeConfig
 from rille.serve.meters import Meters
 from rille.serve.paged import POISON, Pages
-from rille.serve.resident import Rest, give_back
+from rille.serve.resident import KEPT, Rest, give_back, keep_few_kernels
 from rille.serve.schema import SamplingParams
 from tests.serve.scripted import small_tokenizer
 from tests.serve.served import until
@@ -98,7 +100,6 @@ def test_to_warm_up_late_evicts_nothing(model, num_pages):
 def checkpoint(tmp_path, monkeypatch):
     """One to serve in this process, whose settings stay as they are."""
     monkeypatch.setattr(server, "leave_a_core", lambda: None)
-    monkeypatch.setattr(server, "keep_few_kernels", lambda: None)
     monkeypatch.setattr(server, "keep_loaded", lambda: None)
     tokenizer = small_tokenizer()
     save_model(new_model(MODEL.replace(vocab_size=tokenizer.vocab_size)), tmp_path / "small", tokenizer=tokenizer)
@@ -203,3 +204,39 @@ def test_what_is_remembered_is_bounded_by_the_pool(model):
     for seed in range(most // 4 + 10):
         served.generate([prompt(64 * 5 + 1, seed=seed)], SamplingParams(max_tokens=1))
     assert len(store._seen) == most and len(store._ends) <= most
+
+
+def test_few_kernels_are_kept_unless_told_otherwise(monkeypatch):
+    first, *others = KEPT
+    monkeypatch.setenv(first, "7")
+    for name in others:
+        monkeypatch.delenv(name, raising=False)
+    keep_few_kernels()
+    assert {name: os.environ[name] for name in KEPT} == {**KEPT, first: "7"}
+
+
+CONVOLVES = """
+import ctypes, sys
+from rille import cli
+class Info(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "arena a b c d e f used free g".split()]
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Info
+assert cli.main(["serve", "nowhere"]) == 2
+import torch
+weight = torch.ones(96, 1, 4)
+def used_after(lengths):
+    for length in lengths:
+        torch.nn.functional.conv1d(torch.ones(1, 96, length), weight, groups=96)
+    return libc.mallinfo2().used
+before = used_after(range(100, 200))
+print((used_after(range(200, 600)) - before) >> 10)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="asks glibc what is in use")
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+def test_convolutions_of_many_lengths_are_not_all_kept():
+    env = {name: value for name, value in os.environ.items() if name not in KEPT}
+    run = subprocess.run([sys.executable, "-c", CONVOLVES], capture_output=True, text=True, env=env)
+    assert run.returncode == 0 and int(run.stdout.split()[-1]) < 1024, (run.stdout, run.stderr)

@@ -1,7 +1,6 @@
 """`rille serve` as a process, with a real model: from a checkpoint to clients, and its end."""
 
 import gc
-import os
 import re
 import signal
 import subprocess
@@ -20,7 +19,7 @@ from rille import cli
 from rille.model.checkpoint import save_model
 from rille.serve.chain import Chain
 from rille.serve.kv_events import Announcer, BlockRemoved, BlockStored, EventBatch, Publisher
-from rille.serve.server import keep_few_kernels, keep_loaded, leave_a_core
+from rille.serve.server import keep_loaded, leave_a_core
 from tests.serve.scripted import small_tokenizer
 
 SERVE = (sys.executable, "-m", "rille", "serve")
@@ -262,12 +261,3 @@ def test_products_leave_a_core_unless_told_otherwise(monkeypatch, threads, varia
     monkeypatch.setattr(torch, "set_num_threads", kept.append)
     leave_a_core()
     assert kept[-1] == left
-
-
-@pytest.mark.parametrize(("asked", "kept"), [(None, "64"), ("7", "7")])
-def test_few_kernels_are_kept_unless_told_otherwise(monkeypatch, asked, kept):
-    monkeypatch.delenv(name := "ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
-    if asked is not None:
-        monkeypatch.setenv(name, asked)
-    keep_few_kernels()
-    assert os.environ[name] == kept
