@@ -74,8 +74,8 @@ def test_kernels_that_begin_early_give_the_same_bits(monkeypatch, streams):
 
 def all_active():
     """Nano in bf16 whose tokens reach all experts. Where few are chosen of many, rounding chooses others, and a random
-    model then writes other text: its logits in bf16 are off by up to as much as they differ among themselves (0.45;
-    0.02 with all experts)."""
+    model then writes other text. Log-probabilities are still off those of fp32 by 0.07 (root mean square) and up to
+    0.24: on a card the same in plain steps, in steps with drafts and in whole sequences."""
     return preset("nano").replace(num_experts=6, init_std=0.1)
 
 
@@ -90,7 +90,7 @@ def compare_drafts(lengths, count, served, plain):
         drafter.known = {tuple(ids): one.tokens for ids, one in zip(prompts, want, strict=True)}
         for one, (other,) in zip(want, served.generate(prompts, params), strict=True):
             same = next((n for n in range(count) if one.tokens[n] != other.tokens[n]), count)
-            assert one.logprobs[:same] == pytest.approx(other.logprobs[:same], abs=0.2)
+            assert one.logprobs[:same] == pytest.approx(other.logprobs[:same], abs=0.35)  # sqrt(2) times 0.24
             agreed.append(same)
     stats = served.stats()
     assert stats.drafted > stats.accepted > 0
