@@ -75,8 +75,9 @@ class KDA(nn.Module):
     def _composed(self, inputs: Projected, decay: Gate, state: KdaState, tail: ConvTail, ctx: Context) -> Tensor:
         """The same op by op."""
         y_NC, _ = short_conv(inputs.qkv, self.qkv_conv, ctx.packing, tail)
-        q_NHK, k_NHK, v_NHV = (t.unflatten(-1, (self.heads, -1)) for t in y_NC.chunk(3, dim=-1))
-        z_NHK, gate_NHV = (t.unflatten(-1, (self.heads, -1)) for t in (inputs.z, inputs.gate))
+        N, H, K = y_NC.shape[0], self.heads, self.out_norm.shape[0]
+        q_NHK, k_NHK, v_NHV = y_NC.view(N, 3, H, K).unbind(1)
+        z_NHK, gate_NHV = inputs.z.view(N, H, K), inputs.gate.view(N, H, K)
         seen = {"q": q_NHK, "k": k_NHK, "v": v_NHV, "g_raw": z_NHK, "beta_raw": inputs.b}
         q_NHK, k_NHK, v_NHV, z_NHK, b_NH = (ctx.tap(f"layers.{self.layer}.kda.{n}", t) for n, t in seen.items())
         o_NHV, _ = kda(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, decay, ctx.packing, state)

@@ -69,6 +69,8 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16 and HAS_TRITON:
         from rille.ops.moe import router
 
+        if not torch.is_grad_enabled():
+            return router.logits(x, weight)
         return cast(Tensor, router.Logits.apply(x, weight))
     wide = torch.promote_types(x.dtype, torch.float32)
     return linear(x.to(wide), weight.to(wide))
@@ -144,21 +146,23 @@ def expert_glu(
     """
     _check_experts(x, ids, weights, experts)
     name = settle("expert_glu", backend, "grouped", lambda: _experts_obstacle(x, experts), x)
-    return _expert_sum(name, x, ids, weights, experts)
+    return _expert_sum(name, x, ids, weights, experts, False)
 
 
-def _expert_sum(name: str, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertOperands) -> Tensor:
-    """`expert_glu` by the backend of that name."""
+def _expert_sum(name: str, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertOperands, rounded: bool) -> Tensor:
+    """`expert_glu` by the backend of that name; rounded: in x's dtype."""
     if name == "grouped":
-        return grouped.expert_glu(x, ids, weights, experts.w13, experts.w2, experts.activation)
+        total = grouped.expert_glu(x, ids, weights, experts.w13, experts.w2, experts.activation)
+        return total.to(x.dtype) if rounded else total
     from rille.ops.moe import few, function
 
     form, caps = function.form_of(x.shape[1], experts.w2.shape[2]), caps_of(experts.activation)
     assert caps is not None
     operands = (_dense(x), ids.contiguous(), weights.contiguous(), experts.w13, experts.w2)
     if _are_few(x, ids, weights, experts):
-        return few.experts(*operands, None, 0.0, *caps)
-    return function.experts(*operands, *caps, form)[0]
+        total = few.experts(*operands, None, 0.0, *caps)
+        return total.to(x.dtype) if rounded else total
+    return function.experts(*operands, *caps, form, rounded)[0]
 
 
 def expert_glu_normed(
@@ -175,7 +179,7 @@ def expert_glu_normed(
         raise ValueError(f"expert_glu_normed: gain of shape {tuple(gain.shape)} for a last axis of {x.shape[1]}")
     name = settle("expert_glu", backend, "grouped", lambda: _experts_obstacle(x, experts), x)
     if name == "grouped" or not _are_few(x, ids, weights, experts, gain):
-        return rms_norm(_expert_sum(name, x, ids, weights, experts).to(x.dtype), gain, eps)
+        return rms_norm(_expert_sum(name, x, ids, weights, experts, True), gain, eps)
     from rille.ops.moe import few
 
     caps = caps_of(experts.activation)

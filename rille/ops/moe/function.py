@@ -35,24 +35,26 @@ def form_of(L: int, F: int) -> str:
 @op("rille::moe_experts")
 def experts(
     x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, cap_gate: float, cap_up: float, capped: bool,
-    form: str,
+    form: str, rounded: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """out [N, L] in fp32, and the parts of `Places`. ids and weights [N, A] dense, weights fp32."""
+    """out [N, L] in fp32, or `rounded` to x's dtype, and the parts of `Places`. ids and weights [N, A] dense, weights
+    fp32."""
     (N, A), glu = ids.shape, Glu(cap_gate, cap_up, capped)
     if w13.data_ptr() % 16 or w2.data_ptr() % 16:
         raise ValueError("expert_glu: the experts' weights begin at an address that 16 does not divide")
     places = permute.permute(ids, len(w13))
     rows = permute.gather(x, places, A, x.dtype)
     y = FORMS[form][0](rows, w13, w2, places, glu)
-    out = permute.combine(y, places, weights, N, A, torch.float32)
+    out = permute.combine(y, places, weights, N, A, x.dtype if rounded else torch.float32)
     return out, places.row_of_pair, places.pair_of_row, places.expert_of_tile, places.ends
 
 
 @experts.register_fake
-def _(x, ids, weights, w13, w2, cap_gate, cap_up, capped, form):
+def _(x, ids, weights, w13, w2, cap_gate, cap_up, capped, form, rounded=False):
     E, tiles = w13.shape[0], permute.tiles_bound(ids.numel(), w13.shape[0])
     sizes = (ids.numel(), tiles * permute.TILE, tiles, E)
-    return x.new_empty(x.shape, dtype=torch.float32), *(x.new_empty(n, dtype=torch.int32) for n in sizes)
+    out = x.new_empty(x.shape, dtype=x.dtype if rounded else torch.float32)
+    return out, *(x.new_empty(n, dtype=torch.int32) for n in sizes)
 
 
 @op("rille::moe_experts_backward")
@@ -74,7 +76,7 @@ def _(d_out, x, weights, w13, w2, places, cap_gate, cap_up, capped, form):
 
 
 def save_experts(ctx, inputs, output) -> None:
-    x, _, weights, w13, w2, *ctx.settings = inputs
+    x, _, weights, w13, w2, *ctx.settings, _ = inputs
     ctx.save_for_backward(x, weights, w13, w2, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
@@ -82,11 +84,11 @@ def save_experts(ctx, inputs, output) -> None:
 
 def experts_gradient(ctx, d_out, *_):
     if d_out is None:
-        return (None,) * 9
+        return (None,) * 10
     x, weights, w13, w2, *places = ctx.saved_tensors
     d_out = d_out if d_out.stride(-1) == 1 else d_out.contiguous()
     dx, dweights, dw13, dw2 = experts_backward(d_out, x, weights, w13, w2, places, *ctx.settings)
-    return dx, None, dweights, dw13, dw2, None, None, None, None
+    return dx, None, dweights, dw13, dw2, None, None, None, None, None
 
 
 experts.register_autograd(experts_gradient, setup_context=save_experts)

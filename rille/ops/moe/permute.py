@@ -42,7 +42,7 @@ def permute(ids: Tensor, E: int) -> Places:
     new: dict[str, Any] = dict(dtype=torch.int32, device=ids.device)
     counts, total, ends = torch.empty(blocks, E, **new), torch.empty(E, **new), torch.empty(E, **new)
     row_of_pair, expert_of_tile = torch.empty(pairs, **new), torch.empty(tiles, **new)
-    pair_of_row = torch.full((tiles * TILE,), -1, **new)
+    pair_of_row = torch.empty(tiles * TILE, **new)
     places = Places(row_of_pair, pair_of_row, expert_of_tile, ends)
     if not pairs:
         ends.zero_()
@@ -51,8 +51,8 @@ def permute(ids: Tensor, E: int) -> Places:
     launch(k.count_pairs, blocks, (ids, counts, pairs), E=E, BLOCK=block, SPAN=SPAN, num_warps=8)
     launch(k.sum_blocks, -(-E // wide), (counts, total, blocks), E=E, SPAN=SPAN, WIDE=wide, num_warps=4)
     launch(
-        k.table_of_tiles, -(-tiles // 16), (total, ends, expert_of_tile, tiles), E=E, BLOCK=block, SPAN=16, TILE=TILE,
-        num_warps=4,
+        k.table_of_tiles, -(-tiles // 16), (total, ends, expert_of_tile, pair_of_row, tiles),
+        E=E, BLOCK=block, SPAN=16, TILE=TILE, num_warps=4,
     )  # fmt: skip
     rows = (ids, counts, total, ends, row_of_pair, pair_of_row, pairs)
     launch(k.place_pairs, blocks, rows, E=E, SPAN=SPAN, TILE=TILE, num_warps=4)

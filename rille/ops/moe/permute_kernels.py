@@ -44,9 +44,12 @@ def sum_blocks(counts, total, BLOCKS, E: tl.constexpr, SPAN: tl.constexpr, WIDE:
 
 
 @triton.jit
-def table_of_tiles(total, ends, expert_of_tile, TILES, E: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
-                   TILE: tl.constexpr):  # fmt: skip
-    """Grid (TILES / SPAN). ends int32 [E]: the first row behind each expert; expert_of_tile int32, -1 behind them."""
+def table_of_tiles(
+    total, ends, expert_of_tile, pair_of_row, TILES, E: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Grid (TILES / SPAN). ends int32 [E]: the first row behind each expert; expert_of_tile int32, -1 behind them;
+    pair_of_row int32 [TILES TILE]: -1, until pairs are placed."""
     e_B = tl.arange(0, BLOCK)
     tiles_B = tl.cdiv(tl.load(total + e_B, mask=e_B < E, other=0), TILE)
     end_B = tl.cumsum(tiles_B, 0)
@@ -55,6 +58,8 @@ def table_of_tiles(total, ends, expert_of_tile, TILES, E: tl.constexpr, BLOCK: t
     t_T = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
     expert_T = tl.sum((end_B[None, :] <= t_T[:, None]).to(tl.int32), 1)
     tl.store(expert_of_tile + t_T, tl.where(expert_T < E, expert_T, -1), mask=t_T < TILES)
+    row_TR = t_T.to(tl.int64)[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    tl.store(pair_of_row + row_TR, tl.full([SPAN, TILE], -1, tl.int32), mask=(t_T < TILES)[:, None])
 
 
 @triton.jit

@@ -126,14 +126,19 @@ def router_programs(device: torch.device) -> int:
     return 24 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-class Logits(torch.autograd.Function):
+def logits(x: Tensor, weight: Tensor) -> Tensor:
     """x [N, D] W' [E, D] -> fp32 [N, E] from bf16 operands: the same products and sums as in fp32 throughout, on the
-    tensor cores. The gradient of the logits is rounded to bf16 for the two products of the backward pass."""
+    tensor cores."""
+    return torch.mm(x, weight.t(), out_dtype=torch.float32)
+
+
+class Logits(torch.autograd.Function):
+    """`logits`. The gradient of the logits is rounded to bf16 for the two products of the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+        return logits(x, weight)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None]:

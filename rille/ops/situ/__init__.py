@@ -51,6 +51,8 @@ def choose_backend(gate: Tensor, up: Tensor) -> tuple[str, str]:
 def _triton(gate: Tensor, up: Tensor, cap_gate: float, cap_up: float, capped: bool) -> Tensor:
     from rille.ops.situ import launch
 
+    if gate.ndim == 2:
+        return launch.glu(launch.dense_rows(gate), launch.dense_rows(up), cap_gate, cap_up, capped)
     width = max(1, gate.shape[-1]) if gate.ndim else 1
     rows = (launch.dense_rows(x.reshape(x.numel() // width, width)) for x in (gate, up))
     return launch.glu(*rows, cap_gate, cap_up, capped).view(gate.shape)
