@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from rille.serve.kv_events import Publisher
 
 KEY_VARIABLE = "RILLE_API_KEY"
+MOST_FILES = 1 << 16
 GRACE_S = 5  # for streams to end once their requests were aborted
 
 
@@ -41,6 +42,7 @@ def serve(config: ServeConfig) -> None:
     is taken."""
     place = find_checkpoint(config.checkpoint)
     listener = listen(config.host, config.port)
+    allow_connections()
     leave_a_core()
     engine = Engine(place, config=config.engine)
     if engine.tokenizer is None:
@@ -68,6 +70,19 @@ def serve(config: ServeConfig) -> None:
         engine.close()
         if events is not None:
             events.close()
+
+
+def allow_connections() -> None:
+    """Let as many files be open as the system lets a process have: each client is one, and of 1,024, which is often the
+    limit where none was asked for, a full queue alone takes all."""
+    if find_spec("resource") is None:  # not Unix
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def leave_a_core() -> None:

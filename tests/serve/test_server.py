@@ -2,6 +2,7 @@
 
 import gc
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from rille import cli
 from rille.model.checkpoint import save_model
 from rille.serve.chain import Chain
 from rille.serve.kv_events import Announcer, BlockRemoved, BlockStored, EventBatch, Publisher
-from rille.serve.server import keep_loaded, leave_a_core
+from rille.serve.server import allow_connections, keep_loaded, leave_a_core
 from tests.serve.scripted import small_tokenizer
 
 SERVE = (sys.executable, "-m", "rille", "serve")
@@ -261,3 +262,16 @@ def test_products_leave_a_core_unless_told_otherwise(monkeypatch, threads, varia
     monkeypatch.setattr(torch, "set_num_threads", kept.append)
     leave_a_core()
     assert kept[-1] == left
+
+
+def test_a_full_queue_may_be_connected():
+    """Where a process begins with a few hundred files and may have more."""
+    before = _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 1 << 16 if hard == resource.RLIM_INFINITY else min(hard, 1 << 16)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (600, hard))
+        for _ in range(2):
+            allow_connections()
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
