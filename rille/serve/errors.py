@@ -55,7 +55,10 @@ class ApiError(Exception):
     @property
     def headers(self) -> dict[str, str]:
         wait = {} if self.retry_after_s is None else {"Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
-        return {**wait, **({"Connection": "close"} if self.closes else {})}
+        if self.closes:
+            return {**wait, "Connection": "close"}
+        # Clients ask again after a 408 by themselves, and what took too long once would again, three times in all.
+        return {**wait, **({"x-should-retry": "false"} if self.status == 408 else {})}
 
     def openai(self) -> dict[str, Any]:
         """The body of the OpenAI APIs."""

@@ -163,6 +163,20 @@ def test_time_limit(tokenizer):
         assert server.request.deadline_s == 0.05
 
 
+def test_what_took_too_long_is_not_asked_again(tokenizer):
+    """Clients do so after a 408, unless told otherwise."""
+    with serving(tokenizer, timeout_s=0.05) as server:
+        server.say(reply_ids(tokenizer, content="x")[:2], hold=True)
+        with pytest.raises(openai.APIStatusError, match="longer than"):
+            openai.OpenAI(base_url=f"{server.url}/v1", api_key="none").completions.create(model="tiny", prompt="a")
+        server.say(reply_ids(tokenizer, content="x")[:2], hold=True)
+        with pytest.raises(anthropic.APIStatusError, match="longer than"):
+            anthropic.Anthropic(base_url=server.url, api_key="none").messages.create(
+                model="tiny", max_tokens=9, messages=[USER]
+            )
+        assert len(server.engine.requests) == 2
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/messages", "/v1/responses"])
 def test_a_client_that_goes_away_ends_its_request(tokenizer, path, stream):
