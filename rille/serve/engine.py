@@ -82,6 +82,7 @@ class Engine:
             check_pair(self.tokenizer, self.model)
         self.stop_ids = model_stop_ids(self.model, self.tokenizer)
         self._vocabulary: Vocabulary | None = None
+        self._reading = Lock()
         num_pages = count_pages(self.model, self.config)
         self.pages = Pages(self.model.config, num_pages, self.model.dtype, self.model.device, poison=self.config.poison)
         self.scheduler = new_scheduler(self.pages, num_pages, self.config, self.model.config.max_positions)
@@ -149,9 +150,10 @@ class Engine:
         """What compiles grammars; made when it is first asked for."""
         if self.tokenizer is None:
             raise ValueError("a grammar needs a tokenizer, and the checkpoint has none")
-        if self._vocabulary is None:
-            self._vocabulary = Vocabulary(self.tokenizer, self.model.config.vocab_size)
-        return self._vocabulary
+        with self._reading:  # of many that ask first at once one makes it
+            if self._vocabulary is None:
+                self._vocabulary = Vocabulary(self.tokenizer, self.model.config.vocab_size)
+            return self._vocabulary
 
     def submit(self, request: Request) -> RequestHandle:
         """As `schema.ServingEngine.submit`."""

@@ -5,6 +5,8 @@ import json
 import random
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 
@@ -15,9 +17,11 @@ import torch
 from rille.model.model import new_model
 from rille.model.presets import preset
 from rille.model.vision_config import VisionConfig
+from rille.serve import engine as engine_module
 from rille.serve.audit import audit_scheduler
 from rille.serve.engine import Engine
 from rille.serve.generate import generate
+from rille.serve.grammar import Vocabulary
 from rille.serve.schema import Finished, QueueFull, Request, SamplingParams, TokenOutput, Unavailable
 from rille.text.grammar import continuations
 from rille.text.images import Images
@@ -117,6 +121,22 @@ def test_two_grammars_in_one_batch(model, tokenizer, drafter):
     assert calls and {call.name for call in calls} == {"look"}
     with pytest.raises(ValueError, match="not 'no'"):
         served.generate([[1]], SamplingParams(grammar=grammars[0], grammar_prefix="no"))
+
+
+def test_the_vocabulary_is_read_once_however_many_ask_first(model, tokenizer, monkeypatch):
+    """It takes seconds where the vocabulary is large, in which nobody else gets a token."""
+    made = []
+
+    def slowly(*given):
+        time.sleep(0.05)
+        made.append(Vocabulary(*given))
+        return made[-1]
+
+    monkeypatch.setattr(engine_module, "Vocabulary", slowly)
+    served = Engine(model, tokenizer=tokenizer, num_pages=20, hash_unit=64)
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(lambda _: served.vocabulary, range(8))) == {made[0]}
+    assert len(made) == 1
 
 
 def test_outputs_come_one_by_one_from_a_thread(served, model):
