@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from rille.ops.kda import backward as kernels
-from rille.ops.kda import backward_local_gluon, backward_prepare_gluon, intra_gluon
+from rille.ops.kda import backward_local_gluon, backward_prepare_gluon, numbers_gluon
 from rille.ops.kda.backward import Gradients, Inputs, local, prepare
 from rille.ops.kda.forward import INTERPRET
 from tests.ops.gluon_on_cpu import Kernel
@@ -30,7 +30,7 @@ def tiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "TILED", True)
     monkeypatch.setattr(kernels, "TILED_PREPARE", True)
     if INTERPRET:
-        _, last, first = kernels_of(monkeypatch, intra_gluon, backward_local_gluon, backward_prepare_gluon)
+        _, last, first = kernels_of(monkeypatch, numbers_gluon, backward_local_gluon, backward_prepare_gluon)
         copies = {
             backward_local_gluon.local_tile_kernel: last.local_tile_kernel,
             backward_prepare_gluon.prepare_tile_kernel: first.prepare_tile_kernel,

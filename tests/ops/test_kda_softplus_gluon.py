@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from rille.ops.kda import backward as kernels
-from rille.ops.kda import backward_local_gluon, backward_softplus_gluon, intra_gluon
+from rille.ops.kda import backward_local_gluon, backward_softplus_gluon, numbers_gluon
 from rille.ops.kda.backward import Gradients, Inputs, local
 from rille.ops.kda.forward import INTERPRET
 from tests.ops import test_kda_backward as backward
@@ -30,7 +30,7 @@ def tiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last kernel is the Gluon one; without a card its launches are run by Python."""
     monkeypatch.setattr(kernels, "SOFTPLUS_TILED", True)
     if INTERPRET:
-        *_, copy = kernels_of(monkeypatch, intra_gluon, backward_local_gluon, backward_softplus_gluon)
+        *_, copy = kernels_of(monkeypatch, numbers_gluon, backward_local_gluon, backward_softplus_gluon)
 
         def launch(kernel: Any, programs: int, arguments: tuple, **options: Any) -> None:
             assert kernel is backward_softplus_gluon.softplus_tile_kernel

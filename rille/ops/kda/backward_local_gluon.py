@@ -22,7 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
-from rille.ops.kda.intra_gluon import LOG2E, exp2, leading_bits, reciprocal
+from rille.ops.kda.numbers_gluon import LOG2E, bf16, exp2, leading_bits, reciprocal, wide
 
 TALL: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [8, 1], [16, 8]))  # [channels, 32]
 LEFT: gl.constexpr = gl.constexpr(gl.DotOperandLayout(0, TALL, 2))
@@ -35,22 +35,6 @@ BLOCK: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 
 TILE: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))  # in shared memory: rows of 64 or more
 SMALL: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))  # rows of 32
 LINE: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
-
-@gluon.jit
-def bf16(x):
-    """x in bf16, rounded in pairs: one number by itself goes through the unit for exponentials."""
-    return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], gl.bfloat16, True, 2)
-
-
-@gluon.jit
-def wide(x):
-    """bf16 as fp32, in pairs."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .b32 low, high; shl.b32 low, $2, 16; and.b32 high, $2, 0xffff0000;"
-        " mov.b32 $0, low; mov.b32 $1, high; }",
-        "=f,=f,r", [x], gl.float32, True, 2,
-    )  # fmt: skip
 
 
 @gluon.jit

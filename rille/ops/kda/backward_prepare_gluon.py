@@ -19,7 +19,6 @@ from rille.ops.kda.backward_local_gluon import (
     SMALL,
     TILE,
     WIDE,
-    bf16,
     buffers,
     decay_of,
     fetch_rows,
@@ -27,7 +26,7 @@ from rille.ops.kda.backward_local_gluon import (
     times_ones,
     turned,
 )
-from rille.ops.kda.intra_gluon import LOG2E, exp2, inverse_root, reciprocal
+from rille.ops.kda.numbers_gluon import LOG2E, bf16, exp2, inverse_root, reciprocal
 
 FLAT: gl.constexpr = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 

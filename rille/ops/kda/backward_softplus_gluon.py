@@ -42,7 +42,6 @@ from rille.ops.kda.backward_local_gluon import (
     TALL,
     TILE,
     along_channels,
-    bf16,
     buffers,
     fetch_blocks,
     fetch_rows,
@@ -53,9 +52,8 @@ from rille.ops.kda.backward_local_gluon import (
     times,
     times_state,
     turned,
-    wide,
 )
-from rille.ops.kda.intra_gluon import LOG2E, SHUT, exp2, leading_bits, reciprocal, softplus_decay
+from rille.ops.kda.numbers_gluon import LOG2E, SHUT, bf16, exp2, leading_bits, reciprocal, softplus_decay, wide
 
 PRIVATE: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))  # fp32, rows of 32
 

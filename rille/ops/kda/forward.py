@@ -34,7 +34,6 @@ from rille.packing import Packing
 
 TILED = not INTERPRET  # the first kernel in Gluon; where this is False its Triton twin runs
 RING = not INTERPRET  # the same of the state pass
-TILE_REGISTERS = 128  # of a thread in the first kernel: two programs share a multiprocessor
 KEY_WIDTHS, VALUE_WIDTHS = (64, 128), (64, 128, 256)
 
 
@@ -215,8 +214,8 @@ def intra(
     if M * H:
         heads = [packed_heads(x) for x in (q_NHK, k_NHK, z_NHK)]
         others = (packed_heads(b_NH), A_log, dt_bias.contiguous(), spans_M2)
-        if TILED and all(for_tma(x) for x in heads):
-            launch_tiles(heads, others, made, lower_bound, solved)
+        if TILED and not solved and all(for_tma(x) for x in heads):
+            launch_tiles(heads, others, made, lower_bound)
         else:
             launch_intra(heads, others, made, lower_bound, solved)
     return made
@@ -227,16 +226,23 @@ def for_tma(x_NHK: Tensor) -> bool:
     return x_NHK.dtype == torch.bfloat16 and x_NHK.stride(0) % 8 == 0 and x_NHK.data_ptr() % 16 == 0
 
 
-def launch_tiles(heads: list[Tensor], others: tuple, made: Intra, lower_bound: float | None, solved: bool) -> None:
+def launch_tiles(heads: list[Tensor], others: tuple, made: Intra, lower_bound: float | None) -> None:
     from rille.ops.kda.intra_gluon import intra_tile_kernel
+    from rille.ops.kda.intra_softplus_gluon import intra_softplus_kernel
 
     (_, H, K), M = heads[0].shape, made.decay_MHK.shape[0]
-    squares = (made.t_DMHCC, made.t_DMHCC if solved else made.a_MHCC, made.minus_w_MHCK)
+    squares = (made.t_DMHCC, made.a_MHCC, made.minus_w_MHCK)
     tiles = (*(heads_of(x, CHUNK, K) for x in heads), *(tiles_of(x, CHUNK) for x in squares))
-    numbers = (others[0].stride(0), lower_bound or 0.0, K**-0.5)
-    shape = dict(H=H, K=K, BOUNDED=lower_bound is not None, SOLVED=solved, DIGITS=made.t_DMHCC.shape[0])
-    shape |= dict(num_warps=K // 16, maxnreg=TILE_REGISTERS)
-    launch(intra_tile_kernel, M * H, (*tiles, *others, *made[3:], *numbers), **shape)
+    bounds = () if lower_bound is None else (lower_bound,)
+    arguments = (*tiles, *others, *made[3:], others[0].stride(0), *bounds, K**-0.5)
+    shape = dict(H=H, K=K, DIGITS=made.t_DMHCC.shape[0], **tile_options(K, bool(bounds)))
+    launch(intra_tile_kernel if bounds else intra_softplus_kernel, M * H, arguments, **shape)
+
+
+def tile_options(K: int, bounded: bool) -> dict[str, int]:
+    """Of the first kernel in Gluon: three programs of 4 warps share a multiprocessor, or two of 8."""
+    warps = 4 if bounded else K // 16
+    return dict(num_warps=warps, maxnreg=168 if warps == 4 else 128)
 
 
 def launch_intra(heads: list[Tensor], others: tuple, made: Intra, lower_bound: float | None, solved: bool) -> None:

@@ -9,9 +9,10 @@ import triton.language as tl
 from triton.experimental.gluon import language as gl
 
 from rille.ops.ahead import Specimen
-from rille.ops.kda.forward import TILE_REGISTERS
+from rille.ops.kda.forward import tile_options
 from rille.ops.kda.intra import intra_kernel
 from rille.ops.kda.intra_gluon import intra_tile_kernel
+from rille.ops.kda.intra_softplus_gluon import intra_softplus_kernel
 from rille.ops.kda.state_pass import state_pass_kernel
 from rille.ops.kda.state_pass_gluon import state_pass_ring_kernel
 
@@ -47,18 +48,19 @@ def intra(
     return specimen(f"kda_intra_{name}", intra_kernel, constexprs, 4, want_wgmma=True, **limits)
 
 
-def tiles(
-    name: str, K: int = 128, bounded: bool = True, solved: bool = False, digits: int = 1, **limits: Any
-) -> Specimen:
+def tiles(name: str, K: int = 128, bounded: bool = True, digits: int = 1, **limits: Any) -> Specimen:
     """The first kernel in Gluon, with the options of a launch."""
     blocks = {name: [64, K] for name in ("q_desc", "k_desc", "z_desc", "w_desc")}
     blocks |= {"t_desc": [64, 64], "a_desc": [64, 64]}
     types = TYPES | {name: ring_descriptor(block, "bf16") for name, block in blocks.items()}
-    constexprs = dict(H=96, K=K, BOUNDED=bounded, SOLVED=solved, DIGITS=digits, num_warps=K // 16)
-    kernel: Any = intra_tile_kernel
+    options = tile_options(K, bounded)
+    constexprs = dict(H=96, K=K, DIGITS=digits, num_warps=options["num_warps"])
+    kernel: Any = intra_tile_kernel if bounded else intra_softplus_kernel
     signature = {name: types[name] for name in kernel.arg_names if name not in constexprs}
-    limits |= dict(want_wgmma=True, maxnreg=TILE_REGISTERS)
-    return Specimen(f"kda_intra_tile_{name}", kernel, signature, constexprs, K // 16, divisible=WHOLE, **limits)
+    limits |= dict(want_wgmma=True, maxnreg=options["maxnreg"])
+    return Specimen(
+        f"kda_intra_tile_{name}", kernel, signature, constexprs, options["num_warps"], divisible=WHOLE, **limits
+    )
 
 
 def state_pass(name: str, BV: int, K: int = 128, V: int = 128, absent: str = "", rows: str = "bf16") -> Specimen:
@@ -93,6 +95,10 @@ SPILL: dict[str, Any] = {
     "max_spill_bytes": 3072,
     "reason": "whole tiles [64, 128] of q, k and z pass through the registers of one warp group",
 }
+STARTS: dict[str, Any] = {
+    "max_spill_bytes": 128,
+    "reason": "what the last product takes of the first panel waits in registers until the second is done",
+}
 EXPONENTS: dict[str, Any] = {
     "max_spill_bytes": 128,
     "reason": "the exponents of q's rows wait in registers while L is made; four warps hold twice the sums",
@@ -103,16 +109,13 @@ SPECIMENS = [
     intra("solved", solved=True, **SPILL),
     intra("softplus", bounded=False, **SPILL),
     intra("gradients", digits=2, **SPILL),
-    tiles("k128"),
+    tiles("k128", **STARTS),
     tiles("k64", K=64),
-    tiles("solved", solved=True),
-    tiles("k64_solved", K=64, solved=True),
-    tiles("gradients", digits=2),
+    tiles("gradients", digits=2, **STARTS),
     tiles("k64_gradients", K=64, digits=2),
     tiles("softplus", bounded=False, **EXPONENTS),
-    tiles("softplus_solved", bounded=False, solved=True),
     tiles("softplus_gradients", bounded=False, digits=2, **EXPONENTS),
-    tiles("softplus_k64", K=64, bounded=False, max_spill_bytes=672, reason=EXPONENTS["reason"]),
+    tiles("softplus_k64", K=64, bounded=False, max_spill_bytes=128, reason=EXPONENTS["reason"]),
     state_pass("v128", 128, absent="initial_ptr slots_ptr saved_ptr saved_slots_ptr"),
     state_pass("v64", 64, absent="slots_ptr saved_ptr saved_slots_ptr"),
     state_pass("fp32", 64, rows="fp32"),
