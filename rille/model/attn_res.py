@@ -67,10 +67,10 @@ class Depth:
         """`add`, but without gradients the next site does it. (With them the sum is what recomputation keeps.)"""
         if torch.is_grad_enabled() or self.partial is None:
             return self.add(output)
-        return replace(self, pending=output)
+        return Depth(self.partial, self.blocks, self.ahead, output)
 
     def take_pending(self) -> tuple[Depth, Tensor | None]:
-        return replace(self, pending=None), self.pending
+        return Depth(self.partial, self.blocks, self.ahead), self.pending
 
     @property
     def sum(self) -> Tensor:
@@ -103,7 +103,7 @@ class Mix(nn.Module):
             return x_ND, replace(depth, partial=sum_ND)
         sources = [*depth.blocks, depth.sum]
         x_ND, (*blocks, sum_ND) = attn_res_handed(sources, output, self.query, self.gain, norm_gain, eps)
-        return x_ND, replace(depth, partial=sum_ND, blocks=tuple(blocks))
+        return x_ND, Depth(sum_ND, tuple(blocks), depth.ahead, depth.pending)
 
 
 class Plain(nn.Module):

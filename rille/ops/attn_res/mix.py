@@ -131,9 +131,9 @@ def mix(
     """The mixture [N, D], after the norm where norm_gain is given; the last source + update (empty without); what the
     backward pass needs of each token, fp32 [N, C] (empty without save). All contiguous."""
     (N, D), R = sources[0].shape, len(sources)
-    out = torch.empty_like(sources[0])
-    running = torch.empty_like(out) if update is not None else out.new_empty(0)
-    stats = torch.empty((N, columns(R, norm_gain)) if save else 0, dtype=torch.float32, device=out.device)
+    out = sources[0].new_empty(N, D)
+    running = out.new_empty((N, D) if update is not None else 0)
+    stats = out.new_empty((N, columns(R, norm_gain)) if save else 0, dtype=torch.float32)
     arguments = (tuple(sources), update, query, gain, norm_gain, out, running, stats, N, eps)
     flags: dict[str, Any] = dict(UPDATE=update is not None, NORM=norm_gain is not None, STATS=save)
     if RING and not interpreting() and in_ring(sources, update, query, gain, norm_gain):

@@ -92,7 +92,7 @@ def short_conv_pooled(
     x: Tensor, weight: Tensor, starts: Tensor, sequence_of: Tensor, pool: Tensor, slots: Tensor
 ) -> Tensor:
     """y [N, C]; the pool moves on."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = x.new_empty(x.shape)
     run_forward(x, weight, y, starts, sequence_of, pool, slots)
     run_move(x, weight.shape[1], starts, pool, slots, pool)
     return y

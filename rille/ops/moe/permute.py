@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,10 +39,10 @@ def permute(ids: Tensor, E: int) -> Places:
     """ids [N, A] of any integer dtype in [0, E), dense."""
     pairs, block = ids.numel(), power_of_two(E)
     tiles, blocks = tiles_bound(pairs, E), -(-pairs // SPAN)
-    new: dict[str, Any] = dict(dtype=torch.int32, device=ids.device)
-    counts, total, ends = torch.empty(blocks, E, **new), torch.empty(E, **new), torch.empty(E, **new)
-    row_of_pair, expert_of_tile = torch.empty(pairs, **new), torch.empty(tiles, **new)
-    pair_of_row = torch.empty(tiles * TILE, **new)
+    sizes = (blocks * E, E, E, pairs, tiles, tiles * TILE)
+    counts, total, ends, row_of_pair, expert_of_tile, pair_of_row = (
+        ids.new_empty(size, dtype=torch.int32) for size in sizes
+    )
     places = Places(row_of_pair, pair_of_row, expert_of_tile, ends)
     if not pairs:
         ends.zero_()
@@ -62,12 +62,12 @@ def permute(ids: Tensor, E: int) -> Places:
 def gather(x: Tensor, places: Places, A: int, dtype: torch.dtype) -> Tensor:
     """rows [tiles TILE, D]: the token of each row, zeros where a row of a tile has none. x may have distant rows."""
     D = x.shape[1]
-    rows = torch.empty(len(places.pair_of_row), D, dtype=dtype, device=x.device)
+    rows = x.new_empty(places.pair_of_row.shape[0], D, dtype=dtype)
     columns = min(1024, power_of_two(D))
     height = max(1, min(TILE, BLOCK // columns))
-    if len(rows):
+    if rows.shape[0]:
         launch(
-            permute_kernels.gather_rows, len(rows) // height * -(-D // columns),
+            permute_kernels.gather_rows, rows.shape[0] // height * -(-D // columns),
             (x, places.pair_of_row, places.expert_of_tile, rows, x.stride(0)),
             D=D, A=A, TILE=TILE, ROWS=height, COLUMNS=columns, num_warps=4,
         )  # fmt: skip
@@ -77,7 +77,7 @@ def gather(x: Tensor, places: Places, A: int, dtype: torch.dtype) -> Tensor:
 def combine(rows: Tensor, places: Places, weights: Tensor | None, N: int, A: int, dtype: torch.dtype) -> Tensor:
     """out [N, D]: the sum of each token's rows in the order of its choices, weighted where weights [N, A] are given."""
     D = rows.shape[1]
-    out = torch.empty(N, D, dtype=dtype, device=rows.device)
+    out = rows.new_empty(N, D, dtype=dtype)
     columns = min(512, power_of_two(D))
     height = max(1, BLOCK // 2 // columns)
     if N:

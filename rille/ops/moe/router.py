@@ -30,9 +30,12 @@ def router(
     scored: logits are scores already, and the weights carry no gradient. loaded: whether the load is counted; else it
     is empty, and zeros for it need not be launched."""
     (N, E), device = logits.shape, logits.device
-    ids = torch.empty(N, top, dtype=torch.int64, device=device)
-    weights, chosen = (torch.empty(N, top, dtype=torch.float32, device=device) for _ in range(2))
-    cutoff = torch.empty(N, dtype=torch.float32, device=device)
+    ids, weights, chosen = (
+        logits.new_empty(N, top, dtype=torch.int64),
+        logits.new_empty(N, top),
+        logits.new_empty(N, top),
+    )
+    cutoff = logits.new_empty(N)
     load = torch.zeros(E if loaded else 0, dtype=torch.int64, device=device)
     histogram = torch.zeros(E, bins, dtype=torch.int32, device=device)
     block = power_of_two(E)

@@ -32,7 +32,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, backend: str | Non
         return reference.rms_norm(x, weight, eps)
     from rille.ops.norm import launch
 
-    return launch.rms_norm(_rows(x), None, _contiguous(weight), eps)[0].view(x.shape)
+    y = launch.rms_norm(_rows(x), None, _contiguous(weight), eps)[0]
+    return y if x.ndim == 2 else y.view(x.shape)
 
 
 def add_rms_norm(

@@ -63,9 +63,9 @@ def dense_rows(x: Tensor) -> Tensor:
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """y [N, D], x + residual [N, D] (empty without), r [N] fp32."""
     (N, D), p = x.shape, plan(x.shape[1])
-    y = torch.empty(N, D, dtype=x.dtype, device=x.device)
-    total = torch.empty_like(y) if residual is not None else y.new_empty(0)
-    rstd = torch.empty(N, dtype=torch.float32, device=x.device)
+    y = x.new_empty(N, D)
+    total = x.new_empty(N, D) if residual is not None else x.new_empty(0)
+    rstd = x.new_empty(N, dtype=torch.float32)
     if N:
         strides = x.stride(0), 0 if residual is None else residual.stride(0)
         launch(
@@ -129,8 +129,7 @@ rms_norm.register_autograd(rms_gradient, setup_context=save_rms)
 def gated_rms_norm(o: Tensor, gate: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """y [N, D] of dtype, r [N] fp32. gate [tokens, heads, D], N of both together, its last axis dense."""
     (N, D), p = o.shape, plan(o.shape[1])
-    y = torch.empty(N, D, dtype=dtype, device=o.device)
-    rstd = torch.empty(N, dtype=torch.float32, device=o.device)
+    y, rstd = o.new_empty(N, D, dtype=dtype), o.new_empty(N, dtype=torch.float32)
     if N:
         strides = o.stride(0), gate.stride(0), gate.stride(1)
         launch(

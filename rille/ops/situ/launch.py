@@ -34,7 +34,7 @@ def programs(rows: int, columns: int) -> int:
 @op("rille::glu")
 def glu(gate: Tensor, up: Tensor, cap_gate: float, cap_up: float, capped: bool) -> Tensor:
     """The activation [N, F]; caps are ignored where not capped."""
-    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    out = gate.new_empty(gate.shape)
     if out.numel():
         rows, columns = layout(gate, up)
         launch(
