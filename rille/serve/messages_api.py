@@ -10,7 +10,6 @@ Source: Anthropic's API reference.
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any, Literal
@@ -23,6 +22,7 @@ from rille.serve.history import from_anthropic
 from rille.serve.replying import Call, Ended, Gathered
 from rille.serve.schema import Usage
 from rille.serve.sse import HOLE, Form, event
+from rille.text.messages import strict_json
 from rille.text.reply import CallArguments, CallBegin, Content, Event, Reasoning
 
 SIGNATURE = "rille"
@@ -217,7 +217,7 @@ def _blocks(choice: Gathered) -> list[Json]:
 def _arguments(call: Call) -> Any:
     """Arguments that were cut off, or are no JSON, come as a text under one name: nothing is lost."""
     try:
-        return json.loads(call.arguments)
+        return strict_json(call.arguments)
     except (ValueError, RecursionError):
         return {"unfinished": call.arguments}
 

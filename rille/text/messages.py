@@ -232,7 +232,7 @@ def _read_arguments(arguments: Any, where: str) -> tuple[Mapping[str, Any], str 
         return {}, None
     if isinstance(arguments, str):
         try:
-            parsed = json.loads(arguments, parse_constant=_no_constant, parse_float=_finite)
+            parsed = strict_json(arguments)
         except (ValueError, RecursionError):
             return {}, arguments
     else:
@@ -242,6 +242,12 @@ def _read_arguments(arguments: Any, where: str) -> tuple[Mapping[str, Any], str 
     for key, value in parsed.items():
         value_text(value, f"{where}: argument {key!r}")
     return parsed, None
+
+
+def strict_json(text: str) -> Any:
+    """What JSON says that keeps to its standard: no NaN, no number that a float cannot hold. Raises ValueError, and
+    RecursionError where it nests too deep."""
+    return json.loads(text, parse_constant=_no_constant, parse_float=_finite)
 
 
 def _no_constant(name: str) -> None:

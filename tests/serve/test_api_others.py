@@ -137,6 +137,19 @@ def test_d9_any_history_of_thinking_is_taken(server, claude, tokenizer, name):
     assert 'role="tool"' in prompt and 'tool="double"' in prompt
 
 
+@pytest.mark.parametrize("number", ["1e999", "-1e999"])
+def test_numbers_that_no_reply_could_hold_come_as_they_were_written(server, claude, tokenizer, number):
+    """A grammar lets any number of JSON through; one that is infinite here has no place in an object of JSON."""
+    call = {**CALL, "function": {"name": "double", "arguments": '{"number": 21}'}}
+    ids = reply_ids(tokenizer, thinking=False, content="", tool_calls=[call])
+    at, old = next((i, n) for i in range(len(ids)) for n in (1, 2) if tokenizer.decode(ids[i : i + n]) == "21")
+    server.say([*ids[:at], *tokenizer.encode(number), *ids[at + old :]])
+    schema = {"type": "object", "properties": {"number": {"type": "number"}}, "required": ["number"]}
+    message = ask(claude, tools=[{**CLAUDE, "input_schema": schema}])
+    [block] = [block for block in message.content if block.type == "tool_use"]
+    assert block.input == {"unfinished": f'{{"number": {number}}}'} and message.stop_reason == "tool_use"
+
+
 def test_the_clients_tool_runner_goes_on_without_a_thread(server, claude, tokenizer):
     """It asks for a conversation that the server keeps, unless it is told in its own words that there is none."""
 
