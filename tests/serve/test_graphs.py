@@ -35,8 +35,10 @@ def test_fixed_shapes_change_nothing():
 
 
 @pytest.mark.gpu
-def test_recorded_steps_agree_with_steps_as_they_come():
-    """bf16 on a GPU: sums are split otherwise, so the bits may differ; the figures agree."""
+def test_recorded_steps_agree_with_steps_as_they_come(monkeypatch):
+    """bf16 on a GPU: sums are split otherwise, so the bits may differ; the figures agree. Products are those in tiles
+    on both sides: the library's round otherwise, and a token then reaches other experts (0.09 was seen)."""
+    monkeypatch.setattr(products, "tiles_pay", lambda: True)
     model = new_model(preset("nano"), dtype=torch.bfloat16, device="cuda", seed=1)
     prompts = [prompt(n, seed=n) for n in (5, 64, 300, 1000, 77)]
     params = SamplingParams(max_tokens=20, temperature=0)
