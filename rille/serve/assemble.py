@@ -25,7 +25,9 @@ from rille.serve.trial import can_try
 from rille.text.tokenizer import load_tokenizer
 from rille.text.vocabulary import Tokenizer
 
-REMEMBERED = 4  # times as many boundaries as the pool holds are known after their pages are gone
+REMEMBERED = 1 << 18  # boundaries that are known after their pages are gone, at most
+BOUNDARY_BYTES = 384  # of host memory for each, and its place among the ends
+POOL_TO_REMEMBERED = 16  # the pool has at least so many times their memory
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -64,6 +66,11 @@ def count_pages(model: K3, config: EngineConfig) -> int:
     return room // size
 
 
+def count_remembered(pool_bytes: int) -> int:
+    """Boundaries to remember: where the pool is small they may not grow to its size."""
+    return max(1, min(REMEMBERED, pool_bytes // POOL_TO_REMEMBERED // BOUNDARY_BYTES))
+
+
 def new_tiers(pages: Pages, config: EngineConfig) -> tuple[HostTier | None, HostTier | None]:
     """Host memory behind the cache, and for sequences that are set aside. Raises ValueError for less than what one
     sequence goes on from, a state and a page of latents: it would never be used, and nobody would know."""
@@ -98,7 +105,7 @@ def new_scheduler(pages: Pages, num_pages: int, config: EngineConfig, max_positi
         unit=unit,
         retention=retention,
         tier=tier,
-        remember=min(1 << 18, REMEMBERED * -(-num_pages * layout.page_tokens // unit)),
+        remember=count_remembered(num_pages * layout.page_bytes),
     )
     max_length = config.max_length if config.max_length is not None else max_positions
     budget = config.token_budget

@@ -15,7 +15,7 @@ from rille import cli
 from rille.model.checkpoint import save_model
 from rille.model.model import new_model
 from rille.serve import resident, server
-from rille.serve.assemble import REMEMBERED
+from rille.serve.assemble import BOUNDARY_BYTES, REMEMBERED, count_remembered
 from rille.serve.audit import audit_scheduler
 from rille.serve.config import ServeConfig
 from rille.serve.meters import Meters
@@ -199,11 +199,13 @@ def test_what_was_freed_goes_back():
 
 def test_what_is_remembered_is_bounded_by_the_pool(model):
     served = engine(model, num_pages=20, max_length=400, poison=False)
-    layout, store = served.pages.layout, served.scheduler.cache.store
-    most = REMEMBERED * 20 * layout.page_tokens // 64
+    store, size = served.scheduler.cache.store, served.pages.bytes.numel()
+    most = count_remembered(size)
+    assert most >= 20 and most * BOUNDARY_BYTES <= size / 16, "at least what the pool holds"
     for seed in range(most // 4 + 10):
         served.generate([prompt(64 * 5 + 1, seed=seed)], SamplingParams(max_tokens=1))
     assert len(store._seen) == most and len(store._ends) <= most
+    assert count_remembered(1 << 40) == REMEMBERED
 
 
 def test_few_kernels_are_kept_unless_told_otherwise(monkeypatch):
