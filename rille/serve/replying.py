@@ -8,7 +8,7 @@ A whole answer is the joined pieces, so that streaming and not streaming cannot 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from rille.serve.schema import Finished, TokenOutput, Usage
@@ -156,37 +156,64 @@ class ChatReader:
         return Ended(finished.index, reason, usage, self._num_reasoning, matched)
 
 
+class Growing:
+    """A text that comes in pieces, a token each perhaps: joined where it is read, not at each of them."""
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+
+    def add(self, piece: str) -> None:
+        self._pieces.append(piece)
+
+    def __str__(self) -> str:
+        self._pieces = ["".join(self._pieces)]
+        return self._pieces[0]
+
+
 @dataclass
 class Call:
     """A call as far as it was written."""
 
     name: str
-    arguments: str = ""
+    written: Growing = field(default_factory=Growing)
     is_complete: bool = False
+
+    @property
+    def arguments(self) -> str:
+        return str(self.written)
 
 
 class Gathered:
     """The pieces of one choice, joined. reasoning: None where the prompt did not open thinking and none came."""
 
     def __init__(self, has_thinking: bool = False):
-        self.reasoning: str | None = "" if has_thinking else None
-        self.content = ""
+        self._has_thinking = has_thinking
+        self._thought, self._said = Growing(), Growing()
         self.calls: list[Call] = []
         self.tokens: list[TokenOutput] = []
         self.end: Ended | None = None
+
+    @property
+    def reasoning(self) -> str | None:
+        return str(self._thought) if self._has_thinking else None
+
+    @property
+    def content(self) -> str:
+        return str(self._said)
 
     def add(self, piece: Piece) -> None:
         self.tokens += piece.tokens
         for event in piece.events:
             match event:
                 case Reasoning(text):
-                    self.reasoning = (self.reasoning or "") + text
+                    self._has_thinking = True
+                    self._thought.add(text)
                 case Content(text):
-                    self.content += text
+                    self._said.add(text)
                 case CallBegin(_, name):
                     self.calls.append(Call(name))
                 case CallArguments(index, text):
-                    self.calls[index].arguments += text
+                    self.calls[index].written.add(text)
                 case CallEnd(index, complete):
                     self.calls[index].is_complete = complete
 

@@ -19,7 +19,7 @@ from rille.serve.chat_api import new_call_id
 from rille.serve.errors import ApiError
 from rille.serve.front import Turn
 from rille.serve.history import from_responses
-from rille.serve.replying import Ended
+from rille.serve.replying import Ended, Growing
 from rille.serve.schema import Usage
 from rille.serve.sse import HOLE, Form, event
 from rille.text.reply import CallArguments, CallBegin, Content, Event, Reasoning
@@ -138,9 +138,11 @@ class Response:
     items: list[Json] = field(default_factory=list)
     id: str = field(default_factory=lambda: f"resp_{uuid4().hex}")
     _open: str | None = None
+    _written: Growing = field(default_factory=Growing)  # of the open item
     _number: int = 0
 
     def body(self, status: str, end: Ended | None = None, error: Json | None = None) -> Json:
+        self._fill()
         cut = status == "incomplete"
         return {
             "id": self.id,
@@ -185,18 +187,18 @@ class Response:
         match one:
             case Reasoning(text):
                 yield from self._enter("reasoning", {"summary": [], "content": []})
-                self.items[-1]["content"][0]["text"] += text
+                self._written.add(text)
                 yield self._of_item("response.reasoning_text.delta", delta=text)
             case Content(text):
                 yield from self._enter("message", {"role": "assistant", "content": []})
-                self.items[-1]["content"][0]["text"] += text
+                self._written.add(text)
                 yield self._of_item("response.output_text.delta", delta=text, logprobs=[])
             case CallBegin(_, name):
                 yield from self._close("completed")
                 call = {"call_id": new_call_id(), "name": name, "arguments": ""}
                 yield from self._enter("function_call", call)
             case CallArguments(_, text):
-                self.items[-1]["arguments"] += text
+                self._written.add(text)
                 yield self._of_item("response.function_call_arguments.delta", delta=text)
 
     def _enter(self, kind: str, item: Json) -> Iterator[Json]:
@@ -205,7 +207,7 @@ class Response:
         yield from self._close("completed")
         prefix = {"reasoning": "rs", "message": "msg", "function_call": "fc"}[kind]
         self.items.append({"id": f"{prefix}_{uuid4().hex}", "type": kind, "status": "in_progress", **item})
-        self._open = kind
+        self._open, self._written = kind, Growing()
         shown = {**item, "id": self.items[-1]["id"], "type": kind, "status": "in_progress"}
         yield self.numbered("response.output_item.added", output_index=len(self.items) - 1, item=shown)
         if kind == "function_call":
@@ -216,9 +218,17 @@ class Response:
         self.items[-1]["content"] = [part]
         yield self._of_item("response.content_part.added", part=dict(part))
 
+    def _fill(self) -> None:
+        """Give the open item the text that it has by now."""
+        if self._open == "function_call":
+            self.items[-1]["arguments"] = str(self._written)
+        elif self._open is not None:
+            self.items[-1]["content"][0]["text"] = str(self._written)
+
     def _close(self, status: str) -> Iterator[Json]:
         if self._open is None:
             return
+        self._fill()
         item = self.items[-1]
         item["status"] = status
         if self._open == "function_call":

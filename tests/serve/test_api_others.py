@@ -282,6 +282,9 @@ def test_responses_that_fail(server, client, tokenizer):
     server.say(reply_ids(tokenizer, content="x"), reason="error", error="no numbers")
     events = list(client.responses.create(model="tiny", input="hi", stream=True))
     assert events[-1].type == "response.failed" and "no numbers" in events[-1].response.error.message
+    [said] = events[-1].response.output
+    told = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert said.content[0].text == told == "x", "what there was until then"
 
 
 @pytest.mark.parametrize(
