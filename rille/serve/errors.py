@@ -104,6 +104,8 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     place = [str(step) for step in first.get("loc", ()) if step != "body"]
     if first.get("type") == "json_invalid":
         return ApiError(400, f"the body cannot be read as JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+    if first.get("type") == "string_unicode" and not place:
+        return ApiError(400, "a parameter's name has a lone surrogate, which is no character")
     if not place:
         return ApiError(400, "the body must be a JSON object, with Content-Type: application/json")
     forms = [step for step in place if _FORM.fullmatch(step)]

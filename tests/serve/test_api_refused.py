@@ -145,6 +145,11 @@ def test_what_is_no_json_is_told_in_words(server, path, odd, told):
     assert status == 400 and answer["error"]["message"] == f"the body cannot be read as JSON: {told}"
 
 
+def test_a_name_that_is_no_text_is_told_as_such(server):
+    status, answer, _ = server.post(CHAT, b'{"messages": [], "\\ud800": 1}')
+    assert status == 400 and "lone surrogate" in answer["error"]["message"]
+
+
 def test_a_body_of_more_values_than_memory_is_refused_before_they_are_made(monkeypatch):
     monkeypatch.setattr(bodies, "MOST_VALUES", 1000)
     text = '"' + "x" * 5000 + '"'
