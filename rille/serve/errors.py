@@ -55,6 +55,8 @@ class ApiError(Exception):
     @property
     def headers(self) -> dict[str, str]:
         wait = {} if self.retry_after_s is None else {"Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
+        if self.status == 401:
+            return {"WWW-Authenticate": "Bearer"}
         if self.closes:
             return {**wait, "Connection": "close"}
         # Clients ask again after a 408 by themselves, and what took too long once would again, three times in all.

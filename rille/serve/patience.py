@@ -1,7 +1,9 @@
-"""Connections that never say what they want: closed, since each holds a place that others could have. No torch here.
+"""Connections that never say what they want, or never hear what they are told: closed, since each holds a place that
+others could have. No torch here.
 
 opened, or idle  --HEAD_S-->  closed        a head of more than MAX_HEAD bytes: closed
 head is whole    ->  a request under way, which `Gate` and the engine have limits for
+its reply        --nothing of it is taken for HEARD_S-->  closed, as if the client had gone
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_S = 30.0  # for the head of a request, from its first byte or the opened connection on
 MAX_HEAD = 1 << 18
+HEARD_S = 300.0
 
 
 class PatientProtocol(HttpToolsProtocol):
@@ -20,11 +23,13 @@ class PatientProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._clock: asyncio.TimerHandle | None = None
+        self._deaf: asyncio.TimerHandle | None = None
         self._in_head, self._num_head = False, 0
         self._start()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop()
+        self._hears()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -44,6 +49,19 @@ class PatientProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
         self._in_head = False
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._deaf = self.loop.call_later(HEARD_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._hears()
+        super().resume_writing()
+
+    def _hears(self) -> None:
+        if self._deaf is not None:
+            self._deaf.cancel()
+            self._deaf = None
 
     def _start(self) -> None:
         if self._clock is None:

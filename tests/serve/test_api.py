@@ -125,8 +125,9 @@ def test_keys_and_sizes(tokenizer):
             {"Authorization": "Bearer sécret"},
         ):
             headers = {key: value.encode().decode("latin-1") for key, value in headers.items()}
-            status, answer, _ = server.post(CHAT, body, **headers)
+            status, answer, told = server.post(CHAT, body, **headers)
             assert status == 401 and answer["error"]["code"] == "invalid_api_key"
+            assert told["www-authenticate"] == "Bearer"
         for headers in (
             {"Authorization": "Bearer secret"},
             {"Authorization": "bearer  secret"},

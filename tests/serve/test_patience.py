@@ -8,7 +8,7 @@ import pytest
 
 from rille.serve import patience
 from rille.serve.api import Limits
-from tests.serve.served import serving
+from tests.serve.served import serving, until
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -82,3 +82,15 @@ def test_a_line_that_is_kept_open_serves_on(server):
                 part = open_line.recv(65536)
                 assert part
                 told += part
+
+
+def test_who_does_not_hear_what_is_told_is_gone(server, tokenizer, monkeypatch):
+    """More is said than the sockets hold, and nobody reads: the request ends as if the client had left."""
+    monkeypatch.setattr(patience, "HEARD_S", 0.2)
+    server.say(tokenizer.encode("on and on and on ")[:1] * 3000)
+    body = {"prompt": "a", "n": 16, "max_tokens": 3000, "logprobs": 3, "stream": True}
+    with line(server) as open_line:
+        text = json.dumps(body).encode()
+        head = HEAD.replace(b"chat/completions", b"completions")
+        open_line.sendall(head + b"Content-Length: %d\r\n\r\n" % len(text) + text)
+        until(lambda: server.engine.aborted, seconds=60)
