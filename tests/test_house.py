@@ -226,6 +226,7 @@ def test_poison_reaches_every_door(poisoned_memory, call):
 # What PyTorch keeps to itself and Rille calls. A GPU has another kernel for it than the CPU of most tests, often for
 # fewer dtypes: a name comes into this list when its call has run on one.
 RAN_ON_A_GPU = {
+    "_C",  # who looks on: modes, transforms, traces
     "_flash_attention_forward",
     "_foreach_copy_",
     "_foreach_div_",

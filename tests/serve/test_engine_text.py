@@ -1,12 +1,9 @@
 """The engine with a tokenizer, in a thread, from an event loop: stop strings, grammars, pictures, aborts, deadlines."""
 
 import asyncio
-import json
 import random
 import sys
 import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 
@@ -17,27 +14,15 @@ import torch
 from rille.model.model import new_model
 from rille.model.presets import preset
 from rille.model.vision_config import VisionConfig
-from rille.serve import engine as engine_module
 from rille.serve.audit import audit_scheduler
 from rille.serve.engine import Engine
 from rille.serve.generate import generate
-from rille.serve.grammar import Vocabulary
 from rille.serve.schema import Finished, QueueFull, Request, SamplingParams, TokenOutput, Unavailable
-from rille.text.grammar import continuations
 from rille.text.images import Images
 from rille.text.media import expand_media
-from rille.text.parser import parse
 from rille.text.tokenizer import train_tokenizer
 from tests.serve.test_engine import alone, prompt
 from tests.train.small import MODEL
-
-SCHEMA = {
-    "type": "object",
-    "properties": {"ok": {"type": "boolean"}},
-    "required": ["ok"],
-    "additionalProperties": False,
-}
-FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
 
 
 @pytest.fixture(scope="module")
@@ -102,41 +87,6 @@ def test_the_models_own_stops(served, tokenizer):
     assert two.tokens == (eos,) * 8 and two.reason == "length"
     [[three]] = served.generate([[1]], SamplingParams(max_tokens=8, temperature=0, logit_bias={eos: 1e6}, min_tokens=3))
     assert len(three.tokens) == 4 and eos not in three.tokens[:3]
-
-
-@pytest.mark.parametrize("drafter", ["none", "ngram"])
-def test_two_grammars_in_one_batch(model, tokenizer, drafter):
-    tool = {"type": "function", "function": {"name": "look", "parameters": {"properties": {"n": {"enum": [1, 2]}}}}}
-    grammars = [
-        continuations("response", response_format=FORM),
-        continuations("response", [tool], tool_choice="required"),
-    ]
-    served = Engine(model, tokenizer=tokenizer, num_pages=120, hash_unit=64, drafter=drafter, adaptive_drafts=False)
-    close = {tokenizer.specials["<|close|>"]: 30.0, **dict.fromkeys(tokenizer.encode(" \n\t0123456789"), -30.0)}
-    params = [SamplingParams(max_tokens=400, seed=n, grammar=g, logit_bias=close) for n, g in enumerate(grammars)]
-    [[form], [called], [free]] = served.generate([[1, 2]] * 3, [*params, SamplingParams(max_tokens=30, seed=3)])
-    assert form.reason == called.reason == "stop" and free.reason in ("length", "stop")
-    assert set(json.loads(parse(form.tokens, tokenizer, start="response").content)) == {"ok"}
-    calls = parse(called.tokens, tokenizer, start="response").calls
-    assert calls and {call.name for call in calls} == {"look"}
-    with pytest.raises(ValueError, match="not 'no'"):
-        served.generate([[1]], SamplingParams(grammar=grammars[0], grammar_prefix="no"))
-
-
-def test_the_vocabulary_is_read_once_however_many_ask_first(model, tokenizer, monkeypatch):
-    """It takes seconds where the vocabulary is large, in which nobody else gets a token."""
-    made = []
-
-    def slowly(*given):
-        time.sleep(0.05)
-        made.append(Vocabulary(*given))
-        return made[-1]
-
-    monkeypatch.setattr(engine_module, "Vocabulary", slowly)
-    served = Engine(model, tokenizer=tokenizer, num_pages=20, hash_unit=64)
-    with ThreadPoolExecutor(8) as pool:
-        assert set(pool.map(lambda _: served.vocabulary, range(8))) == {made[0]}
-    assert len(made) == 1
 
 
 def test_outputs_come_one_by_one_from_a_thread(served, model):
