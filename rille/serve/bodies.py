@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -51,8 +52,8 @@ def _finite(text: str) -> float:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     named = dict(pairs)
     if len(named) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for place, name in enumerate(names) if name in names[:place])
+        counts = Counter(name for name, _ in pairs)
+        twice = next(name for name, _ in pairs if counts[name] > 1)
         raise _fault(f"it gives {twice[:80]!r} twice")
     return named
 

@@ -86,19 +86,31 @@ def check_ends(schema: Any, where: str) -> None:
         needs = {id(node): _needs(node, schema) for node in _nodes(schema)}
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    waiting: dict[int, list[int]] = {}
-    for key, groups in needs.items():
-        for needed in {id(part) for group in groups for part in group}:
-            waiting.setdefault(needed, []).append(key)
-    endless, looked_at = set(needs), list(needs)
-    while looked_at:
-        key = looked_at.pop()
-        if key in endless and all(any(id(part) not in endless for part in group) for group in needs[key]):
-            endless.remove(key)
-            looked_at += waiting.get(key, ())
+    endless = _endless(needs)
     for node in _nodes(schema):
         if id(node) in endless:
             raise ValueError(f"{where}: a part of the schema refers to itself before any value begins: {node!r:.80}")
+
+
+def _endless(needs: Mapping[int, list[list[Any]]]) -> set[int]:
+    """Ids of the schemas that never begin. Each waits for one of its groups at a time, the last that it has left, so
+    that every part is looked at a few times, however many wait for it. The groups are used up."""
+    endless, waiting = set(needs), dict[int, list[tuple[int, int]]]()
+    looked_at = [(key, len(groups)) for key, groups in needs.items()]
+    while looked_at:
+        key, num_left = looked_at.pop()
+        groups = needs[key]
+        if len(groups) != num_left:  # another part of that group has begun before
+            continue
+        while groups and any(id(part) not in endless for part in groups[-1]):
+            groups.pop()
+        if groups:
+            for part in groups[-1]:
+                waiting.setdefault(id(part), []).append((key, len(groups)))
+        else:
+            endless.remove(key)
+            looked_at += waiting.pop(key, ())
+    return endless
 
 
 def _nodes(schema: Any) -> Iterator[Mapping[str, Any]]:

@@ -159,6 +159,15 @@ def test_a_body_of_more_values_than_memory_is_refused_before_they_are_made(monke
             read_json(f"[{text}, {many * 1100}1]".encode())
 
 
+def test_the_name_that_is_given_twice_is_found_at_once():
+    """Among as many as a body of a megabyte has, whatever the place: the server waits for this."""
+    names = [f"n{number}" for number in range(100_000)]
+    for twice in (names[0], names[-1]):
+        text = ",".join(f'"{name}":1' for name in [*names, twice])
+        with pytest.raises(json.JSONDecodeError, match=f"it gives '{twice}' twice"):
+            read_json(f"{{{text}}}".encode())
+
+
 def nested(depth: int) -> dict:
     schema: dict = {"type": "string"}
     for _ in range(depth):

@@ -66,6 +66,18 @@ def test_what_takes_few_lines_takes_few_steps(key):
     assert [variant.type for variant in variants(narrow, narrow)] == ["object"]
 
 
+def test_parts_that_begin_one_by_one_are_not_looked_at_again_for_each():
+    """The steps that this takes grow as the parts do, not as their square."""
+    count = 5000
+    defs: dict = {"d0": {"type": "string"}, **{f"d{i}": {"$ref": f"#/$defs/d{i - 1}"} for i in range(1, count)}}
+    parts = [{"$ref": f"#/$defs/d{i}"} for i in range(count)]
+    for key in ("allOf", "anyOf"):
+        deep = {"properties": {"a": {"items": {"allOf": [{key: parts}, *parts, {key: parts[::-1]}]}}}}
+        check_ends({"$defs": defs, **deep}, "here")
+        with pytest.raises(ValueError, match="refers to itself"):
+            check_ends({"$defs": {**defs, "d0": {"$ref": "#/$defs/d9"}}, **deep}, "here")
+
+
 def test_a_list_of_values_holds_what_the_type_beside_it_admits():
     values = [1, 2.0, 2.5, "1", True, None]
     for kind, held in (("integer", [1, 2.0]), ("number", [1, 2.0, 2.5]), (["integer", "null"], [1, 2.0, None])):
