@@ -5,6 +5,7 @@ Cut or not, the result has to be the same, so the bounds are those of `test_kda_
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import pytest
@@ -107,6 +108,26 @@ def test_costs_of_forward_and_backward_are_those_measured(tokens: int, heads: in
     for count, train_us in measured.items():
         plan = (cut(tokens // 64, -(-tokens // 64 // count)),)
         assert abs(train_microseconds(plan, heads, 132, 128, 128, Costs()) / train_us - 1) < 0.06, count
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_planner_looks_no_further_only_where_no_size_can_win(gradients: bool) -> None:
+    weigh, draws, found = train_microseconds if gradients else microseconds, Random(3), []
+    for _ in range(60):
+        longest, heads = draws.choice((500, 8000, 60000)), draws.choice((4, 16, 96))
+        lengths = [draws.randint(1, longest) for _ in range(draws.choice((1, 2, 20)))]
+        chunks, costs = [-(-n // 64) for n in lengths], Costs()
+        limit = costs.margin * weigh(tuple((n,) for n in chunks), heads, 132, 128, 128, costs)
+        sizes = {-(-max(chunks) // n) for n in range(2, 65)}
+        best = min(
+            (weigh(tuple(cut(n, size) for n in chunks), heads, 132, 128, 128, costs) for size in sizes if size >= 8),
+            default=limit,
+        )
+        plan = plan_segments(lengths, heads, 132, gradients=gradients)
+        assert (plan is not None) is (best < limit)
+        assert plan is None or weigh(plan, heads, 132, 128, 128, costs) == best
+        found.append(plan is not None)
+    assert 5 < sum(found) < 55
 
 
 def test_planner_leaves_short_sequences_whole() -> None:

@@ -107,6 +107,8 @@ def plan_segments(
     whole = tuple((n,) for n in chunks)
     weigh = train_microseconds if gradients else microseconds
     best, limit = None, costs.margin * weigh(whole, heads, multiprocessors, K, V, costs)
+    if limit <= (costs.host_train_cut if gradients else costs.host_cut):  # whatever is cut takes as long on the host
+        return None
     for candidate in sorted({ceil(max(chunks) / n) for n in range(2, MOST_SEGMENTS + 1)}):
         plan = tuple(cut(n, candidate) for n in chunks)
         cost = weigh(plan, heads, multiprocessors, K, V, costs)
