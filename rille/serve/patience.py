@@ -52,11 +52,21 @@ class PatientProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._deaf = self.loop.call_later(HEARD_S, self.transport.abort)
+        self._wait_until_heard()
 
     def resume_writing(self) -> None:
         self._hears()
         super().resume_writing()
+
+    def _wait_until_heard(self) -> None:
+        left = self.transport.get_write_buffer_size()  # nothing is added as long as writing pauses
+        self._deaf = self.loop.call_later(HEARD_S, self._check_heard, left)
+
+    def _check_heard(self, left: int) -> None:
+        if self.transport.get_write_buffer_size() < left:
+            self._wait_until_heard()
+        else:
+            self.transport.abort()
 
     def _hears(self) -> None:
         if self._deaf is not None:

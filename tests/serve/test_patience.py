@@ -1,10 +1,13 @@
 """Clients that do not say what they want, or not to its end: whoever waits for them stops, and others are answered."""
 
+import asyncio
 import json
 import socket
 from contextlib import contextmanager
 
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
 from rille.serve import patience
 from rille.serve.api import Limits
@@ -94,3 +97,41 @@ def test_who_does_not_hear_what_is_told_is_gone(server, tokenizer, monkeypatch):
         head = HEAD.replace(b"chat/completions", b"completions")
         open_line.sendall(head + b"Content-Length: %d\r\n\r\n" % len(text) + text)
         until(lambda: server.engine.aborted, seconds=60)
+
+
+class Line(asyncio.Transport):
+    """What is left to be sent, and whether it was given up."""
+
+    left, is_given_up = 900, False
+
+    def get_write_buffer_size(self) -> int:
+        return self.left
+
+    def abort(self) -> None:
+        self.is_given_up = True
+
+
+class Clock:
+    """A loop of which the last timer is kept."""
+
+    def call_later(self, delay, action, *given):
+        self.ring = lambda: action(*given)
+        return asyncio.TimerHandle(delay, action, given, self)  # type: ignore[arg-type]
+
+    def get_debug(self) -> bool:
+        return False
+
+    def _timer_handle_cancelled(self, handle) -> None: ...
+
+
+def test_who_hears_slowly_hears_it_all():
+    """As long as something is taken each time, a long reply may take many times as long."""
+    wire, clock = Line(), Clock()
+    protocol = patience.PatientProtocol(uvicorn.Config(None), ServerState(), {}, clock)  # type: ignore[arg-type]
+    protocol.connection_made(wire)
+    protocol.pause_writing()
+    for wire.left in (899, 500, 1):
+        clock.ring()
+        assert not wire.is_given_up
+    clock.ring()
+    assert wire.is_given_up, "nothing more was taken"
