@@ -16,7 +16,8 @@ from rille.text.grammar import continuations
 from rille.text.parser import parse
 from rille.text.tokenizer import train_tokenizer
 from tests.serve.test_engine import Scripted, alone, engine, prompt
-from tests.serve.test_engine_text import FORM, only
+from tests.serve.test_engine_grammar import FORM
+from tests.serve.test_engine_text import only
 from tests.train.small import MODEL
 
 PAGES = 60
