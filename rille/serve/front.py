@@ -94,7 +94,8 @@ class Front:
     # --- conversations ---
 
     def prepare(self, ask: Ask) -> Prepared:
-        """The prompt of a conversation in tokens. Raises ValueError."""
+        """The prompt of a conversation in tokens. Raises ValueError, and TooLarge for more messages than any prompt may
+        have tokens."""
         try:
             return self._prepare(ask)
         except ValueError as error:
