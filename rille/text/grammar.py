@@ -27,6 +27,7 @@ from rille.text.vocabulary import CLOSE, END_OF_MESSAGE, OPEN, SEP
 
 _NOT_ENFORCED = ("anyOf", "oneOf", "allOf", "not", "if", "$ref", "patternProperties", "dependentRequired")
 _MAX_BITS = 64  # of a parametric rule
+_MAX_TEXT = 1 << 24  # characters; each argument brings all that it refers to
 _TERMINALS = {"TEXT": r"/(.|\n)*/", "INDEX": "/[1-9][0-9]*/", "KEY": '/([^"&]|&amp;|&quot;)+/'}
 
 
@@ -108,9 +109,17 @@ class _GrammarWriter:
         self.lines: list[str] = []
         self.loose: list[str] = []
         self._free: str | None = None
+        self._left = _MAX_TEXT
 
     def rule(self, name: str, *alternatives: str) -> None:
+        """Raises ValueError where the grammar grows too long."""
         self.lines.append(f"{name}: " + "\n  | ".join(alternatives) + "\n")
+        self._left -= len(self.lines[-1])
+        if self._left < 0:
+            raise ValueError(
+                f"tools and response_format come to a grammar of more than {_MAX_TEXT:,} characters, in which each "
+                "argument has all that its schema refers to; shorten the schemas"
+            )
 
     def call(self, number: int, function: Mapping[str, Any]) -> None:
         """The rules of one tool's calls."""

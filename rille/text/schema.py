@@ -28,6 +28,7 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _VALUES = ("const", "enum", "default", "examples")  # hold values, not schemas
 _KEYWORDS = {"anyOf": list, "oneOf": list, "allOf": list, "enum": list, "$ref": str, "minLength": int, "maxLength": int}
 MAX_LENGTH = 2000  # of a string whose characters a grammar counts
+_INDEX = re.compile("[0-9]{1,18}")
 _DEPTH = 16  # of references and unions at one place
 _PARTS = 1_000  # that unions and references at one place may open into
 
@@ -245,7 +246,7 @@ def _resolve(reference: str, root: Any) -> Any:
         key = step.replace("~1", "/").replace("~0", "~")
         if isinstance(target, Mapping) and key in target:
             target = target[key]
-        elif isinstance(target, Sequence) and not isinstance(target, str) and key.isdigit() and int(key) < len(target):
+        elif isinstance(target, list | tuple) and _INDEX.fullmatch(key) and int(key) < len(target):
             target = target[int(key)]
         else:
             raise ValueError(f"the reference {reference!r} leads nowhere in its schema")
@@ -255,25 +256,47 @@ def _resolve(reference: str, root: Any) -> Any:
 
 
 def _with_root(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A schema that stands by itself: what its references point into comes along."""
-    if not _has_reference(schema):
+    """A schema that stands by itself: what its references point to comes along, each part once."""
+    names: dict[str, str] = {}
+    parts: dict[int, tuple[str, Any]] = {}
+    waiting: list[Any] = [schema]
+    while waiting:
+        for reference in _references(waiting.pop()):
+            if reference not in names:
+                part = _resolve(reference, root)
+                if id(part) not in parts:
+                    parts[id(part)] = f"part{len(parts)}", part
+                    waiting.append(part)
+                names[reference] = parts[id(part)][0]
+    if not names:
         return schema
-    return {**_moved(schema), "$defs": {"root": _moved(root)}}
+    return {**_moved(schema, names), "$defs": {name: _moved(part, names) for name, part in parts.values()}}
 
 
-def _has_reference(node: Any) -> bool:
-    if isinstance(node, Mapping):
-        return "$ref" in node or any(map(_has_reference, node.values()))
-    return isinstance(node, list) and any(map(_has_reference, node))
+def _references(schema: Any) -> Iterator[str]:
+    """All that stand in a schema."""
+    waiting = [(schema, False)]
+    while waiting:
+        node, is_map = waiting.pop()
+        if isinstance(node, list):
+            waiting += ((item, False) for item in node)
+        elif isinstance(node, Mapping):
+            if not is_map and isinstance(node.get("$ref"), str):
+                yield node["$ref"]
+            waiting += ((v, key in _MAPS and not is_map) for key, v in node.items() if is_map or key not in _VALUES)
 
 
-def _moved(node: Any) -> Any:
-    """The same schema, its references pointing to where the root has moved."""
+def _moved(node: Any, names: Mapping[str, str], is_map: bool = False) -> Any:
+    """The same schema, its references pointing to where the parts have moved. is_map: of names to schemas."""
     if isinstance(node, list):
-        return [_moved(item) for item in node]
+        return [_moved(item, names) for item in node]
     if not isinstance(node, Mapping):
         return node
-    return {
-        key: f"#/$defs/root{value.removeprefix('#')}" if key == "$ref" and isinstance(value, str) else _moved(value)
-        for key, value in node.items()
-    }
+    moved = {}
+    for key, value in node.items():
+        if not is_map and key == "$ref" and isinstance(value, str):
+            moved[key] = f"#/$defs/{names[value]}"
+        else:
+            is_value = key in _VALUES and not is_map
+            moved[key] = value if is_value else _moved(value, names, key in _MAPS and not is_map)
+    return moved
