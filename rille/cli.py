@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable
@@ -58,6 +59,17 @@ def main(arguments: Arguments | None = None) -> int:
         return complain(error, 2)
     except (OSError, ArithmeticError, MemoryError) as error:
         return complain(error, 1)
+    except RuntimeError as error:  # torch's kind for memory that is not there
+        if (short := memory_is_short(error)) is None:
+            raise
+        return complain(short, 1)
+
+
+def memory_is_short(error: RuntimeError) -> MemoryError | None:
+    asked = re.search(r"can't allocate memory: you tried to allocate (\d+) bytes", str(error))
+    if asked:
+        return MemoryError(f"this machine has no {int(asked[1]):,} bytes of memory left. Ask for less")
+    return MemoryError(f"{error}") if type(error).__name__ == "OutOfMemoryError" else None
 
 
 def run(arguments: Arguments) -> int:

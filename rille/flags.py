@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from io import StringIO
 
+from rille.misspelt import suggestion
+
 Arguments = list[str]
 Verb = tuple[type, Callable, str]  # the settings of a verb, its work on them, one line that says what it is for
 
@@ -39,7 +41,7 @@ def run_verb_of(family: str, verbs: Mapping[str, Verb], overview: Callable[[], s
         return 0 if arguments else 2
     verb, *rest = arguments
     if verb not in verbs:
-        raise ValueError(f"unknown verb '{family} {verb}'; the verbs are {', '.join(verbs)}")
+        raise ValueError(f"unknown verb '{family} {verb}'{suggestion(verb, verbs)} the verbs are {', '.join(verbs)}")
     kind, work, _ = verbs[verb]
     work(parse(kind, rest, f"{family} {verb}"))
     return 0

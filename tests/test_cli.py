@@ -204,6 +204,23 @@ def test_a_read_only_folder_is_a_fault_of_the_machine(text, tmp_path, monkeypatc
     )
 
 
+def test_memory_that_is_not_there_is_a_fault_of_the_machine(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "run", lambda _: torch.empty(2**60, dtype=torch.uint8))
+    assert cli.main([]) == 1
+    told = capsys.readouterr().err
+    assert told == "rille: this machine has no 1,152,921,504,606,846,976 bytes of memory left. Ask for less\n"
+
+    def full(_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(cli, "run", full)
+    assert cli.main([]) == 1
+    assert capsys.readouterr().err == "rille: CUDA out of memory. Tried to allocate 2.00 GiB\n"
+    monkeypatch.setattr(cli, "run", lambda _: torch.ones(2) @ torch.ones(3))  # a fault of ours is not hidden
+    with pytest.raises(RuntimeError, match="size"):
+        cli.main([])
+
+
 FULL_DISK = """
 import resource, sys
 from rille.cli import main

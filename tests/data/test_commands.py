@@ -69,7 +69,7 @@ def test_overview_lists_every_verb(capsys: pytest.CaptureFixture):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["data", "bild"], "unknown verb 'data bild'; the verbs are build"),
+        (["data", "bild"], "unknown verb 'data bild'; did you mean 'build'? the verbs are build"),
         (["data", "build", "a=nowhere", "--out", "set"], "nowhere does not exist"),
         (["data", "report", "nowhere"], "holds no report.json"),
         (["data", "synthesise", "nowhere", "--out", "x.jsonl"], "nowhere does not exist"),

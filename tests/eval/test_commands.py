@@ -50,7 +50,8 @@ def test_every_verb_explains_itself(verb, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["eval", "recal"], "unknown verb 'eval recal'; the verbs are held-out"),
+        (["eval", "recal"], "unknown verb 'eval recal'; did you mean 'recall'? the verbs are held-out"),
+        (["eval", "xyz"], "unknown verb 'eval xyz'; the verbs are held-out"),
         (["eval", "held-out", "nowhere"], "nowhere does not exist"),
         (["eval", "held-out", "nowhere", "--context", "0"], "context is 0; it must be at least 1"),
         (["eval", "needle", "nowhere", "--depths", "2"], "depths are (2.0,)"),
