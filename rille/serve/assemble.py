@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import warnings
 from pathlib import Path
 
@@ -51,10 +53,17 @@ def model_stop_ids(model: K3, tokenizer: Tokenizer | None) -> frozenset[int]:
 
 
 def count_pages(model: K3, config: EngineConfig) -> int:
-    """As asked, or as many as fit the memory. Raises ValueError where that is none."""
+    """As asked, or as many as fit the memory. Raises ValueError where that is none, or more than a host has."""
+    size = layout_of(model.config, model.dtype).page_bytes
+    if model.device.type == "cpu":
+        asked = size * config.num_pages if config.num_pages is not None else 2**30 * (config.memory_gib or 1)
+        if asked > (whole := host_bytes()):
+            raise ValueError(
+                f"a pool of {asked / 2**30:,.1f} GiB is more than this machine's memory, {whole / 2**30:,.1f} GiB; "
+                "give a smaller memory_gib or num_pages"
+            )
     if config.num_pages is not None:
         return config.num_pages
-    size = layout_of(model.config, model.dtype).page_bytes
     if config.memory_gib is not None:
         room = int(config.memory_gib * 2**30)
     elif model.device.type == "cuda":
@@ -64,6 +73,11 @@ def count_pages(model: K3, config: EngineConfig) -> int:
     if room < size:
         raise ValueError(f"memory_gib: {room / 2**30:.3f} GiB hold no page of {size / 2**30:.3f} GiB; give more")
     return room // size
+
+
+def host_bytes() -> float:
+    """Memory of the host, endless where the system does not tell."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf
 
 
 def count_remembered(pool_bytes: int) -> int:

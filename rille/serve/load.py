@@ -32,6 +32,7 @@ from rille.serve.traces import Session, TraceShape
 Json = dict[str, Any]
 
 FIRST_ID = 256  # below are single bytes in most vocabularies
+SMALL_TRACE = "--sessions 4 --turns 2 --prefix 64 --output 8 --ratio 12"  # at most 1,912 tokens in a sequence
 
 
 def bench(config: BenchServeConfig) -> Json:
@@ -117,7 +118,7 @@ def trace_of(config: BenchServeConfig, model: Json) -> TraceShape:
     if room is not None and shape.longest > room:
         raise ValueError(
             f"the trace comes to {shape.longest:,} tokens in one sequence, the server takes {room:,}; ask for fewer "
-            "turns, shorter replies or a smaller ratio"
+            f"turns, shorter replies or a smaller ratio; for a small model: {SMALL_TRACE}"
         )
     return shape
 

@@ -8,6 +8,7 @@ SIGINT and SIGTERM end it: what runs is aborted, and its clients are told.
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import os
 import socket
@@ -135,7 +136,8 @@ def listen(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise OSError(error.errno, f"{host}:{port} cannot be listened on: {error.strerror or error}") from None
+        taken = "; give another port, or 0 for a free one" if error.errno == errno.EADDRINUSE else ""
+        raise OSError(error.errno, f"{host}:{port} cannot be listened on: {error.strerror or error}{taken}") from None
     return listener
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from rille import cli
 from rille.serve import load_watch
+from rille.serve.load import SMALL_TRACE
 from rille.serve.load_report import distinct, spread
 from rille.serve.schema import EngineStats
 from rille.serve.traces import TraceShape
@@ -172,6 +173,7 @@ def test_what_cannot_be_measured(server, capsys):
         server.say(list(range(10, 30)))
     for flags, told in (
         (("--ratio", "9000"), f"the server takes {MAX_LENGTH:,}"),
+        (("--ratio", "9000"), f"for a small model: {SMALL_TRACE}"),
         (("--prefix", "3000"), "a shorter prefix"),
         (("--concurrency", "0"), "concurrency is 0"),
         (("--aborts", "1.5"), "aborts is 1.5"),

@@ -32,6 +32,8 @@ def model():
         (dict(checkpoint_interval=128.0), "checkpoint_interval is 128.0; it must be int"),
         (dict(memory_gib=math.inf), "memory_gib is inf; it must be float or None"),
         (dict(host_gib=math.nan), "host_gib is nan"),
+        (dict(memory_gib=1e6), "a pool of 1,000,000.0 GiB is more than this machine's memory, .* GiB; give a smaller"),
+        (dict(num_pages=10**12), "a pool of .* GiB is more than this machine's memory"),
         (dict(deterministic="no"), "deterministic is 'no'; it must be bool"),
         (dict(max_running=True), "max_running is True; it must be int"),
         (dict(host_gib=1e-9), "host_gib is 1e-09, 0 pages of .* take 3 pages: give .* or more, or 0"),
