@@ -175,7 +175,8 @@ def _heads_stored(shape: tuple[int, ...]) -> int:
 
 
 def _fill(model: K3, parameters: dict[str, nn.Parameter], piece: Piece, read: ShardReader) -> list[str]:
-    """Copy one official tensor into its parameter; returns complaints about its values."""
+    """Copy one official tensor into its parameter; returns complaints about its values. Raises
+    CheckpointError for plain experts where packed ones are wanted: all of them would be."""
     entry, parameter = piece.entry, parameters[piece.entry.parameter]
     if entry.official.endswith(".A_log"):
         return _fill_a_log(model, piece, read)
@@ -185,7 +186,10 @@ def _fill(model: K3, parameters: dict[str, nn.Parameter], piece: Piece, read: Sh
         except ValueError as error:
             return [f"{piece.names[0]} ({error})"]
     if piece.expert is not None and parameter.dtype == torch.uint8:
-        return [f"{piece.names[0]} (is not packed, and experts='mxfp4' takes no other)"]
+        raise CheckpointError(
+            f"{piece.names[0]} is not packed, and experts='mxfp4' takes no other; "
+            "`rille convert SRC DST --experts mxfp4` packs the experts of a checkpoint"
+        )
     value = read(piece.names[0])
     target = _target(parameter, piece)
     target.copy_(value.view(target.shape))

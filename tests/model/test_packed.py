@@ -81,5 +81,5 @@ def test_refusals() -> None:
 
 def test_plain_experts_are_refused(tmp_path) -> None:
     save_model(load_model(ORACLE), tmp_path / "plain", experts="bf16")
-    with pytest.raises(CheckpointError, match="is not packed, and experts='mxfp4' takes no other"):
+    with pytest.raises(CheckpointError, match="is not packed, and experts='mxfp4' takes no other; `rille convert"):
         load_model(tmp_path / "plain", experts="mxfp4")

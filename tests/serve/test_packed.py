@@ -47,7 +47,7 @@ def test_the_default_is_values(checkpoint):
 
 def test_what_cannot_stay_packed_is_refused(tmp_path):
     save_model(new_model(CONFIG, seed=3), tmp_path / "plain", experts="bf16")
-    with pytest.raises(ValueError, match="is not packed, and experts='mxfp4' takes no other"):
+    with pytest.raises(ValueError, match="is not packed, and experts='mxfp4' takes no other; `rille convert"):
         Engine(tmp_path / "plain", experts="mxfp4", **SMALL)
     with pytest.raises(ValueError, match="experts 'mxfp4' is for a checkpoint that is loaded"):
         Engine(new_model(CONFIG, seed=3), experts="mxfp4", **SMALL)
