@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from pathlib import Path
 from ssl import SSLError
 from time import perf_counter
 from typing import Any
@@ -32,7 +34,9 @@ CONNECT_S = 10
 
 
 def is_url(text: str) -> bool:
-    """Whether this names a server, and not a checkpoint."""
+    """Whether this names a server, and not a checkpoint. Raises ValueError for an address that lacks its http://."""
+    if re.fullmatch(r"[\w.-]+:\d{1,5}(/.*)?", text) and not Path(text).exists():
+        raise ValueError(f"{text} is no checkpoint; if it is the address of a server, give http://{text}")
     return text.startswith(("http://", "https://"))
 
 

@@ -143,6 +143,7 @@ def test_lines_from_a_pipe(checkpoint):
     ("arguments", "message"),
     [
         (["absent"], "absent does not exist"),
+        (["localhost:8000/v1"], "if it is the address of a server, give http://localhost:8000/v1"),
         (["CHECKPOINT", "--tools", "absent.py"], "absent.py is no Python file"),
         (["CHECKPOINT", "--top-p", "0"], "top_p is 0.0"),
         (["CHECKPOINT", "--max-rounds", "0"], "max_rounds 0; both must be at least 1"),
