@@ -26,7 +26,7 @@ from rille.model.kda import KDA
 from rille.model.model import K3
 from rille.model.names import Entry, mtp_copies, parameter_table
 from rille.model.official import with_quantization
-from rille.model.packed import PackedExpertWeights, fill_codes, packed_model, pending_codes
+from rille.model.packed import NOT_PACKED, PackedExpertWeights, fill_codes, packed_model, pending_codes
 from rille.model.publish import publishing
 from rille.model.shards import (
     INDEX,
@@ -175,8 +175,7 @@ def _heads_stored(shape: tuple[int, ...]) -> int:
 
 
 def _fill(model: K3, parameters: dict[str, nn.Parameter], piece: Piece, read: ShardReader) -> list[str]:
-    """Copy one official tensor into its parameter; returns complaints about its values. Raises
-    CheckpointError for plain experts where packed ones are wanted: all of them would be."""
+    """Copy one official tensor into its parameter; returns complaints about its values."""
     entry, parameter = piece.entry, parameters[piece.entry.parameter]
     if entry.official.endswith(".A_log"):
         return _fill_a_log(model, piece, read)
@@ -186,10 +185,7 @@ def _fill(model: K3, parameters: dict[str, nn.Parameter], piece: Piece, read: Sh
         except ValueError as error:
             return [f"{piece.names[0]} ({error})"]
     if piece.expert is not None and parameter.dtype == torch.uint8:
-        raise CheckpointError(
-            f"{piece.names[0]} is not packed, and experts='mxfp4' takes no other; "
-            "`rille convert SRC DST --experts mxfp4` packs the experts of a checkpoint"
-        )
+        raise CheckpointError(f"{piece.names[0]} {NOT_PACKED}")  # and so are all others
     value = read(piece.names[0])
     target = _target(parameter, piece)
     target.copy_(value.view(target.shape))

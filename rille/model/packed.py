@@ -21,6 +21,7 @@ from rille.ops.mx.experts import HIGHEST_SCALE, PackedExperts, packed_expert_glu
 from rille.ops.norm import rms_norm
 
 GROUP = 32  # input columns that share a scale
+NOT_PACKED = "is not packed, and experts='mxfp4' takes no other; `rille convert SRC DST --experts mxfp4` packs them"
 
 
 class PackedExpertWeights(ExpertWeights):
