@@ -27,7 +27,7 @@ from rille.text.vocabulary import CLOSE, END_OF_MESSAGE, OPEN, SEP
 
 _NOT_ENFORCED = ("anyOf", "oneOf", "allOf", "not", "if", "$ref", "patternProperties", "dependentRequired")
 _MAX_BITS = 64  # of a parametric rule
-_MAX_TEXT = 1 << 24  # characters; each argument brings all that it refers to
+_MAX_TEXT = 1 << 23  # characters; each argument brings all that it refers to
 _TERMINALS = {"TEXT": r"/(.|\n)*/", "INDEX": "/[1-9][0-9]*/", "KEY": '/([^"&]|&amp;|&quot;)+/'}
 
 

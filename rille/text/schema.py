@@ -46,9 +46,10 @@ def variants(schema: Any, root: Mapping[str, Any]) -> list[Variant]:
     for unions that open into more parts than a grammar should have."""
     found: list[Variant] = []
     for variant in _Splitter(root).split(schema, _DEPTH):
-        whole = Variant(variant.type, _with_root(variant.schema, root))
-        if whole not in found:
-            found.append(whole)
+        if variant.type != "string":  # of whose schema a grammar reads no references
+            variant = Variant(variant.type, _with_root(variant.schema, root))
+        if variant not in found:
+            found.append(variant)
     return found
 
 

@@ -229,28 +229,6 @@ def test_references_bring_what_they_point_into():
     assert loose_keywords([found]) == []
 
 
-def test_references_bring_nothing_else():
-    """Each part once, however it is spelt. Values that look like references stay; names that look like keywords do."""
-    named = {"default": {"$ref": "#/parts/0"}, "$ref": {"$ref": "#/parts/00"}}
-    odd = {"const": {"$ref": "#/none"}, "properties": named}
-    root = {"parts": [{"type": "string"}, {"type": "null"}], "$defs": {"big": {"enum": ["x" * 1000]}}}
-    (found,) = variants({"type": "object", "items": odd}, root)
-    part = {"$ref": "#/$defs/part0"}
-    assert found.schema["$defs"] == {"part0": {"type": "string"}}
-    assert found.schema["items"] == {**odd, "properties": {"default": part, "$ref": part}}
-
-
-def test_a_grammar_grows_as_its_schemas_do(monkeypatch):
-    """Where each argument refers to a part of its own; and where all refer to one there is a limit."""
-    parts = {f"d{i}": {"type": "object", "properties": {"text": {"type": "string"}}} for i in range(300)}
-    alone = {f"p{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i}"}} for i in range(300)}
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": alone, "$defs": parts}}}
-    assert len(continuations("response", [tool]).lark) < 10 * len(json.dumps(tool))
-    monkeypatch.setattr("rille.text.grammar._MAX_TEXT", 10_000)
-    with pytest.raises(ValueError, match="a grammar of more than 10,000 characters"):
-        continuations("response", [tool])
-
-
 # --- with the compiler, where it is installed ---
 
 

@@ -1,4 +1,4 @@
-"""JSON schemas that no value begins: found wherever they lie, and no others."""
+"""JSON schemas: those that no value begins are found wherever they lie, and few lines take few steps and a short grammar."""
 
 import json
 
@@ -83,3 +83,29 @@ def test_a_list_of_values_holds_what_the_type_beside_it_admits():
     for kind, held in (("integer", [1, 2.0]), ("number", [1, 2.0, 2.5]), (["integer", "null"], [1, 2.0, None])):
         [*found] = variants({"type": kind, "enum": values}, {})
         assert [value for variant in found for value in variant.schema["enum"]] == held
+
+
+def test_references_bring_nothing_else():
+    """Each part once, however it is spelt. Values that look like references stay; names that look like keywords do."""
+    named = {"default": {"$ref": "#/parts/0"}, "$ref": {"$ref": "#/parts/00"}}
+    odd = {"const": {"$ref": "#/none"}, "properties": named}
+    root = {"parts": [{"type": "string"}, {"type": "null"}], "$defs": {"big": {"enum": ["x" * 1000]}}}
+    (found,) = variants({"type": "object", "items": odd}, root)
+    part = {"$ref": "#/$defs/part0"}
+    assert found.schema["$defs"] == {"part0": {"type": "string"}}
+    assert found.schema["items"] == {**odd, "properties": {"default": part, "$ref": part}}
+
+
+def test_a_grammar_grows_as_its_schemas_do(monkeypatch):
+    """Where each argument refers to a part of its own, or is a text, which needs none; else there is a limit."""
+    parts: dict = {f"d{i}": {"type": "object", "properties": {"text": {"type": "string"}}} for i in range(300)}
+    parts["large"] = {"type": "object", "properties": {f"x{i}": {} for i in range(5000)}}
+    given: dict = {f"p{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i}"}} for i in range(300)}
+    given |= {f"t{i}": {"type": "string", "not": {"$ref": "#/$defs/large"}} for i in range(300)}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": given, "$defs": parts}}}
+    made = continuations("response", [tool])
+    assert len(made.lark) < 5 * len(json.dumps(tool)) and "x4999" not in made.lark
+    assert "f.t7: not {'$ref': '#/$defs/large'}" in made.loose
+    monkeypatch.setattr("rille.text.grammar._MAX_TEXT", 10_000)
+    with pytest.raises(ValueError, match="a grammar of more than 10,000 characters"):
+        continuations("response", [tool])
