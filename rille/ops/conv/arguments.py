@@ -32,10 +32,8 @@ class PooledTail:
     kept: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.slots.device.type != "cpu":
-            return
         slots = self.slots if self.kept is None else torch.cat([self.slots, self.kept])
-        if slots.unique().numel() != slots.numel():
+        if slots.device.type == "cpu" and slots.unique().numel() != slots.numel():
             raise ValueError(f"conv tail: slots {slots.tolist()} name one slot twice; each sequence needs its own")
 
     def keep(self, x_NC: Tensor) -> None:
@@ -43,9 +41,6 @@ class PooledTail:
         if self.places is None or self.kept is None:
             return
         rows_TP = self.places.rows
-        if not self.places.reach_back:
-            self.pool[self.kept] = x_NC.detach()[rows_TP].to(self.pool.dtype)
-            return
         new_TPC = x_NC.detach()[rows_TP.clamp(min=0)].to(self.pool.dtype)
         old_TPC = self.pool[self.slots[self.places.sequences, None], rows_TP.clamp(max=-1)]
         self.pool[self.kept] = torch.where(rows_TP[..., None] < 0, old_TPC, new_TPC)
@@ -56,13 +51,11 @@ class TailPlaces:
     """Where the sequences of a batch leave tails, whatever the slots: made once a batch, for the pools of all layers.
 
     rows int64 [T, P]: the inputs before each place, as tokens of the batch; where the batch has fewer of the sequence,
-    rows of its old tail, counted from its end: -1 is the newest. sequences int64 [T]. reach_back: whether there are
-    such rows.
+    rows of its old tail, counted from its end: -1 is the newest. sequences int64 [T].
     """
 
     rows: Tensor
     sequences: Tensor
-    reach_back: bool
 
     @classmethod
     def of(cls, packing: Packing, places: Sequence[Sequence[int]], W: int) -> TailPlaces:
@@ -76,8 +69,7 @@ class TailPlaces:
         inside_TP = place_T[:, None] + np.arange(1 - W, 0)
         start_T = np.cumsum((0, *packing.lengths))[sequence_T]
         rows_TP = np.where(inside_TP < 0, inside_TP, start_T[:, None] + inside_TP)
-        rows, sequences = (moved(torch.from_numpy(x.astype(np.int64)), packing.device) for x in (rows_TP, sequence_T))
-        return cls(rows, sequences, bool((inside_TP < 0).any()))
+        return cls(*(moved(torch.from_numpy(x.astype(np.int64)), packing.device) for x in (rows_TP, sequence_T)))
 
 
 def check(x_NC: Tensor, weight_CW: Tensor, packing: Packing, tail: Tensor | PooledTail | None) -> None:

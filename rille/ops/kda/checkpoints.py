@@ -29,14 +29,16 @@ class Places:
     """Where the sequences of a batch leave states, whatever the slots: made once a batch, for the pools of all layers.
 
     count: P. index int64, parts: into the slots of the kept states [P], then those of the sequences [S], then a -1; one
-    for each chunk, then for `slots`, `before` and `after` of `Between`. inside: its rows, packing, spans and first,
-    where there are places inside chunks.
+    for each chunk, then for `slots`, `before` and `after` of `Between`. The others: as there.
     """
 
     count: int
     index: Tensor
     parts: tuple[int, ...]
-    inside: tuple[Tensor, Packing, Tensor, Tensor] | None
+    rows: Tensor
+    packing: Packing
+    spans: Tensor
+    first: Tensor
 
     @classmethod
     def of(cls, packing: Packing, places: Sequence[Sequence[int]]) -> Places:
@@ -47,10 +49,20 @@ class Places:
                 raise ValueError(f"kda checkpoints: {list(some)} of sequence {s} must rise and lie in 1..{length}")
         kept = [(s, tokens) for s, some in enumerate(places) for tokens in some]
         inside = [p for p, (s, tokens) in enumerate(kept) if tokens % CHUNK and tokens < packing.lengths[s]]
+        start, device = np.cumsum((0, *packing.lengths)).tolist(), packing.device
+        spans = [(start[s] + tokens // CHUNK * CHUNK, tokens % CHUNK) for s, tokens in (kept[p] for p in inside)]
+        rows_R = np.concatenate([np.empty(0, np.int64), *(np.arange(at, at + count) for at, count in spans)])
+        spans_M2, spans_Q2 = packing.chunks(CHUNK).spans, torch.tensor(spans, dtype=torch.int32).view(-1, 2)
         parts = slots_by_chunk(packing, kept, inside)
-        index = moved(torch.tensor(sum(parts, []), dtype=torch.int64), packing.device)
-        second = second_batch(packing, [kept[p] for p in inside]) if inside else None
-        return cls(len(kept), index, tuple(map(len, parts)), second)
+        return cls(
+            len(kept),
+            moved(torch.tensor(sum(parts, []), dtype=torch.int64), device),
+            tuple(map(len, parts)),
+            moved(torch.from_numpy(rows_R), device),
+            Packing.of([count for _, count in spans], device=device),
+            torch.cat([spans_M2, moved(spans_Q2, device)]),
+            torch.arange(len(spans_M2), len(spans_M2) + len(spans), device=device),
+        )
 
     def at(self, slots_S: Tensor, kept_P: Tensor) -> tuple[Tensor, Between | None]:
         """`checkpoints` and `between` of a `PooledState`. slots_S: those of the sequences; kept_P int64: those of the
@@ -62,24 +74,10 @@ class Places:
         if table.device.type == "cpu" and table.unique().numel() != table.numel():
             raise ValueError(f"kda checkpoints: slots {kept_P.tolist()} beside {slots_S.tolist()} name one slot twice")
         checkpoints_M, slots_Q, *copied = table[self.index].split(self.parts)
-        if self.inside is None:
+        if not self.packing.num_tokens:
             return checkpoints_M, None
         before, after = (copied[0], copied[1]), (copied[2], copied[3])
-        return checkpoints_M, Between(*self.inside, slots_Q, before, after)
-
-
-def second_batch(packing: Packing, places: list[tuple[int, int]]) -> tuple[Tensor, Packing, Tensor, Tensor]:
-    """rows, packing, spans and first of `Between`, for places (sequence, tokens) inside chunks."""
-    start, device = np.cumsum((0, *packing.lengths)).tolist(), packing.device
-    spans = [(start[s] + tokens // CHUNK * CHUNK, tokens % CHUNK) for s, tokens in places]
-    rows_R = np.concatenate([np.arange(at, at + count) for at, count in spans])
-    spans_M2, spans_Q2 = packing.chunks(CHUNK).spans, torch.tensor(spans, dtype=torch.int32)
-    return (
-        moved(torch.from_numpy(rows_R), device),
-        Packing.of([count for _, count in spans], device=device),
-        torch.cat([spans_M2, moved(spans_Q2, device)]),
-        torch.arange(len(spans_M2), len(spans_M2) + len(spans), device=device),
-    )
+        return checkpoints_M, Between(self.rows, self.packing, self.spans, self.first, slots_Q, before, after)
 
 
 def slots_by_chunk(packing: Packing, kept: list[tuple[int, int]], inside: list[int]) -> list[list[int]]:

@@ -63,7 +63,7 @@ def normed_linear_onto(
 
 def norms_on_its_way(x: Tensor, weight: Tensor, gain: Tensor) -> bool:
     """Whether `normed_linear_onto` is one launch for an x of this shape and device."""
-    return x.is_cuda and x.shape[0] <= MOST_ROWS and not _obstacle(x, weight, gain, normed=True)
+    return x.is_cuda and not _obstacle(x, weight, gain, normed=True)
 
 
 def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def is_few(x: Tensor, weight: Tensor, *others: Tensor) -> bool:
     """Whether a kernel runs by default: x [N, D] has few rows, on a GPU, and nothing is differentiated."""
-    return x.is_cuda and (x.shape[0] <= MOST_ROWS or tiles_pay()) and not _obstacle(x, weight, *others)
+    return x.is_cuda and (len(x) <= MOST_ROWS or tiles_pay()) and not _obstacle(x, weight, *others)
 
 
 def tiles_pay() -> bool:
@@ -120,7 +120,7 @@ def takes(N: int, D: int, C: int) -> bool:
 
 def _by_kernel(op: str, backend: str | None, x: Tensor, *others: Tensor, normed: bool = False) -> bool:
     if backend is None:
-        few = x.is_cuda and (x.shape[0] <= MOST_ROWS or tiles_pay())
+        few = x.is_cuda and (len(x) <= MOST_ROWS or tiles_pay())
         return few and not _obstacle(x, *others, normed=normed)
     if backend not in BACKENDS:
         raise ValueError(f"{op}: unknown backend {backend!r}; there are {', '.join(BACKENDS)}")

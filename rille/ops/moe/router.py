@@ -36,8 +36,8 @@ def router(
         logits.new_empty(N, top),
     )
     cutoff = logits.new_empty(N)
-    load = logits.new_zeros(E, dtype=torch.int64) if loaded else logits.new_empty(0, dtype=torch.int64)
-    histogram = logits.new_zeros(E, bins, dtype=torch.int32) if bins else logits.new_empty(E, 0, dtype=torch.int32)
+    load = torch.zeros(E if loaded else 0, dtype=torch.int64, device=device)
+    histogram = torch.zeros(E, bins, dtype=torch.int32, device=device)
     block = power_of_two(E)
     paired = not loaded and bins == 0 and N <= PAIRED_ROWS
     height = 1 if paired else max(1, 512 // block)
@@ -60,8 +60,7 @@ def router(
             (logits, cutoff, edges, histogram, N, logits.stride(0), groups), E=E, BINS=bins, EXPERTS=EXPERTS,
             WORDS=WORDS, TOKENS=TOKENS, SCORED=scored, num_warps=16,
         )  # fmt: skip
-    counted = histogram.long() if bins else logits.new_empty(E, 0, dtype=torch.int64)
-    return ids, weights, chosen, cutoff, load, counted
+    return ids, weights, chosen, cutoff, load, histogram.long()
 
 
 def counted_apart(logits: Tensor, bins: int) -> bool:
