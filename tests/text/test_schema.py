@@ -1,4 +1,4 @@
-"""JSON schemas: those that no value begins are found wherever they lie, and few lines take few steps and a short grammar."""
+"""JSON schemas: those that no value begins are found wherever they lie; few lines take few steps, and little text."""
 
 import json
 
