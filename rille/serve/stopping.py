@@ -27,9 +27,14 @@ class StopStrings:
             place, stop = min(found, key=lambda pair: (pair[0] + len(pair[1]), -len(pair[1])))
             out, self._held = self._held[:place], ""
             return out, stop
-        keep = max((n for stop in self._stops for n in range(1, len(stop)) if self._held.endswith(stop[:n])), default=0)
+        keep = max(map(self._begun, self._stops))
         out, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return out, None
+
+    def _begun(self, stop: str) -> int:
+        """How much of a stop string stands at the end of what is held."""
+        longest = min(len(stop) - 1, len(self._held))
+        return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)
 
     def finish(self) -> str:
         """What was held back, for a reply that ended otherwise."""
