@@ -6,6 +6,7 @@ import struct
 import warnings
 import zlib
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from rille.text.chat import render
-from rille.text.images import MAX_PIXELS, ImageConfig, decode_data_url, fit, open_image, preprocess_images
+from rille.text.images import FORMATS, MAX_PIXELS, ImageConfig, decode_data_url, fit, open_image, preprocess_images
 from rille.text.media import expand_media, num_media_tokens
 from rille.text.tokenizer import Tokenizer
 
@@ -282,6 +283,25 @@ def test_truncated_files(kind: str):
             assert "\n" not in str(caught.value)
             refused += 1
     assert refused > 50
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_damaged_files(kind: str):
+    """Bytes that are wrong anywhere: a picture, or a fault in words."""
+    content, random, refused = encoded(noise(40, 30), kind), Random(0), 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(400):
+            damaged = bytearray(content)
+            for _ in range(random.choice((1, 2, 16))):
+                near = random.randrange(-250, 400) if len(content) > 400 else random.randrange(len(content))
+                damaged[near] = random.choice((0, 2, 255, random.randrange(256)))
+            try:
+                open_image(bytes(damaged))
+            except ValueError as error:
+                refused += 1
+                assert "\n" not in str(error)
+    assert refused
 
 
 def png_of_size(width: int, height: int) -> bytes:
