@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rille.interrupts import held
-from rille.misspelt import check_names
+from rille.misspelt import check_names, named
 from rille.model.model import K3
 from rille.serve.assemble import count_pages, load, model_stop_ids, new_drafter, new_graphs, new_scheduler
 from rille.serve.generate import check_pair
@@ -179,6 +179,7 @@ class Engine:
         """As `schema.ServingEngine.abort`."""
         self._post(lambda: self._abort(id, index))
 
+    @named
     def generate(
         self, prompts: Iterable[Sequence[int]], params: SamplingParams | Iterable[SamplingParams] | None = None
     ) -> list[list[Completion]]:

@@ -32,7 +32,7 @@ from rille.serve.traces import Session, TraceShape
 Json = dict[str, Any]
 
 FIRST_ID = 256  # below are single bytes in most vocabularies
-SMALL_TRACE = "--sessions 4 --turns 2 --prefix 64 --output 8 --ratio 12"  # at most 1,912 tokens in a sequence
+SMALL_TRACE = "--sessions 4 --turns 2 --prefix 64 --output 8 --ratio 12"  # 148 tokens in a sequence at most
 
 
 def bench(config: BenchServeConfig) -> Json:

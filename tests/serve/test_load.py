@@ -168,6 +168,12 @@ def test_what_fails_is_counted(server, capsys):
     assert "5 requests" in out and "1 failed" in out and "error: this request failed: no numbers" in out
 
 
+def test_the_trace_that_is_named_for_small_models_is_short():
+    words = SMALL_TRACE.split()
+    sizes = {name.removeprefix("--"): int(value) for name, value in zip(words[::2], words[1::2], strict=True)}
+    assert TraceShape(**sizes, groups=1, low=1, high=9).longest == 148
+
+
 def test_what_cannot_be_measured(server, capsys):
     for _ in range(6):
         server.say(list(range(10, 30)))

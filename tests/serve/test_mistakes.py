@@ -92,6 +92,11 @@ def test_what_is_no_list_of_prompts_is_refused(model, prompts, params, message):
         engine(model).generate(prompts, params)
 
 
+def test_a_parameter_of_sampling_is_no_argument_of_generate(model):
+    with pytest.raises(ValueError, match="generate takes no 'max_tokens'; it takes prompts, params"):
+        engine(model).generate([[1]], max_tokens=4)
+
+
 def test_iterators_are_lists_too(model):
     served = engine(model)
     [[want]] = served.generate([[1, 2, 3]], GREEDY)
