@@ -21,6 +21,7 @@ demo: $(VENV)/base.stamp  ## train a tiny K3 on the standard library's sources, 
 	rm -rf runs/demo
 	$(BIN)/rille train tiny --out runs/demo
 	$(BIN)/rille generate runs/demo --prompt "def "
+	@echo "the command is $(BIN)/rille, or plain rille after: . $(BIN)/activate"
 
 test: $(VENV)/dev.stamp  ## run the tests
 	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS)
