@@ -21,28 +21,28 @@ from torch import Tensor
 FEW_ROWS = 1024  # more of them fill the card by themselves, by count; what a training step would gain was not measured
 
 
-class _Depth(threading.local):
-    in_line = 0
+class _Entered(threading.local):
+    in_line = 0  # how often, one inside another
 
 
-_depth = _Depth()
+_entered = _Entered()
 
 
 @contextmanager
 def in_line() -> Iterator[None]:
     """Inside, this thread gives all work to one stream."""
-    _depth.in_line += 1
+    _entered.in_line += 1
     try:
         yield
     finally:
-        _depth.in_line -= 1
+        _entered.in_line -= 1
 
 
 def beside(work: Callable[[], Tensor], x_ND: Tensor) -> Callable[[], Tensor]:
     """Start `work`, which reads x; what is returned waits for it and gives its result. A call without gradients of few
     rows on a GPU runs on a stream of its own, but `in_line`; any other at once."""
-    many = not x_ND.is_cuda or x_ND.shape[0] > FEW_ROWS
-    if many or torch.compiler.is_compiling() or torch.is_grad_enabled() or _depth.in_line:
+    few = x_ND.is_cuda and x_ND.shape[0] <= FEW_ROWS
+    if not few or torch.compiler.is_compiling() or torch.is_grad_enabled() or _entered.in_line:
         at_once = work()
         return lambda: at_once
     first = torch.cuda.current_stream(x_ND.device)
