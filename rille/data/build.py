@@ -91,6 +91,16 @@ def _alone_in(partial: Path) -> Iterator[None]:
         os.close(folder)
 
 
+@contextmanager
+def _leaving_nothing(partial: Path) -> Iterator[None]:
+    """What is refused inside follows from settings and sources, and with others nothing could go on from here."""
+    try:
+        yield
+    except ValueError:
+        shutil.rmtree(partial)
+        raise
+
+
 def _tidy(partial: Path) -> None:
     """Remove what only the build needed; the request last, since with it an attempt may be taken up."""
     shutil.rmtree(partial / "spool", ignore_errors=True)
@@ -109,15 +119,17 @@ def _make(config: BuildConfig, request: dict, partial: Path, workers: int, note:
             for done in gather(config, number, domain, spool_directory, workers):
                 advance(done)
     spool = Spool(spool_directory)
-    _check_any(spool, config)
+    with _leaving_nothing(partial):
+        _check_any(spool, config)
     names = config.names()
     ranks = [names.index(facts["domain"]) for facts in spool.facts]
     with steps.step("looking for duplicates", None):
         fate, pairs = find_duplicates(spool, ranks, config.similarity, spool_directory / "buckets")
-    held = _held_out(spool, fate, config)
     training = fate == KEPT
-    training[held] = False
-    _check_shares(config, spool, training)
+    with _leaving_nothing(partial):
+        held = _held_out(spool, fate, config)
+        training[held] = False
+        _check_shares(config, spool, training)
     _vocabulary(config, spool, training, partial, note, steps)
     shards = _encode(config, spool, training, partial, workers, steps)
     _write_held_out(spool, held, ranks, partial)
@@ -172,7 +184,8 @@ def _check_any(spool: Spool, config: BuildConfig) -> None:
         if not tally["documents"]:
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in tally["dropped"].items()) or "it is empty"
             raise ValueError(
-                f"{domain.path} gives no document that stays ({reasons}); leave it out or change the rules"
+                f"{domain.path} gives no document that stays ({reasons}); leave it out, change the rules, or name "
+                f"{domain.name} in plain to take it as it is"
             )
 
 

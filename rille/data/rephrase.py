@@ -93,7 +93,11 @@ def rephrase(config: RephraseConfig, steps: Steps) -> Outcome:
     journal, outcome = out.with_name(out.name + ".partial"), Outcome()
     settings = {key: value for key, value in asdict(config).items() if key not in FREE}
     endpoint = Endpoint(config.endpoint, config.model, os.environ.get(config.key_variable), config.timeout)
-    with _alone_with(journal, settings) as stream, steps.step("rephrasing", None) as advance:
+    with (
+        _alone_with(journal, settings) as stream,
+        _gone_where_empty(journal),
+        steps.step("rephrasing", None) as advance,
+    ):
         done = _read_journal(journal, settings)
         outcome.before = sum(entry.failed is None for entry in done.values())
         todo = (job for job in _jobs(config, outcome) if job.key not in done)
@@ -217,6 +221,17 @@ def _alone_with(journal: Path, settings: dict[str, Any]) -> Iterator[TextIO]:
         except BlockingIOError:
             raise ValueError(f"another run writes to {journal}; wait for its end, or name another file") from None
         yield stream
+
+
+@contextmanager
+def _gone_where_empty(journal: Path) -> Iterator[None]:
+    """A run that ends with an error before its first result leaves nothing that other settings would stumble over."""
+    try:
+        yield
+    except (ValueError, OSError):
+        if len(journal.read_bytes().splitlines()) == 1:
+            journal.unlink()
+        raise
 
 
 def _read_journal(journal: Path, settings: dict[str, Any]) -> dict[str, Entry]:

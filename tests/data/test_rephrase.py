@@ -178,6 +178,15 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path):
         rephrase(other, NoSteps())
 
 
+def test_a_run_without_a_result_leaves_no_journal(tmp_path: Path):
+    with server(faithful) as (address, _):
+        right = config(tmp_path, address, [document(0, 1)], parallel=1, judge=False)
+        with pytest.raises(ValueError, match="does not exist"):
+            rephrase(RephraseConfig(**{**vars(right), "source": str(tmp_path / "absent.jsonl")}), NoSteps())
+        assert not (tmp_path / "out.jsonl.partial").exists()
+        assert rephrase(right, NoSteps()).written
+
+
 def ask(address: str, pauses: list[float], timeout: float = 10.0) -> str:
     endpoint = Endpoint(address, "small", "secret", timeout, pauses.append)
     return endpoint.ask("be", "hello", temperature=0.0, max_tokens=5, seed=1).text
