@@ -208,7 +208,8 @@ class Request:
             object.__setattr__(self, "prompt", tuple(self.prompt))
         if not len(self.prompt):
             raise ValueError("the prompt has no tokens; give at least one")
-        if not all(isinstance(token, int) for token in self.prompt):  # of a tensor, or no ids at all
+        kinds = set(map(type, self.prompt))  # few, of however many tokens
+        if not all(issubclass(kind, int) for kind in kinds):  # of a tensor, or no ids at all
             object.__setattr__(self, "prompt", tuple(_whole(token, "an id of the prompt") for token in self.prompt))
         self._check_kinds()
         if self.deadline_s is not None and not self.deadline_s > 0:
