@@ -3,29 +3,17 @@ rounded sum is."""
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 
-from rille.ops.moe import ExpertOperands, expert_glu, expert_glu_normed, reference
+from rille.ops.moe import expert_glu, expert_glu_normed, reference
 from rille.ops.norm import rms_norm
-from rille.ops.situ import situ_glu
+from tests.ops.moe_operands import SITU, operands
 
 permute = pytest.importorskip("rille.ops.moe.permute", exc_type=ImportError)
 pytestmark = pytest.mark.gpu
-SITU = partial(situ_glu, cap_gate=4.0, cap_up=25.0)
 # N tokens, E experts, A active, L latent, F expert width
 SIZES = [(700, 8, 2, 256, 448), (1500, 64, 6, 256, 448), (2100, 256, 6, 256, 448)]
-
-
-def operands(size: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, ExpertOperands]:
-    N, E, A, L, F = size
-    draw = torch.Generator("cuda").manual_seed(sum(size))
-    normal = partial(torch.randn, generator=draw, device="cuda")
-    ids = torch.rand(N, E, generator=draw, device="cuda").argsort(1)[:, :A].contiguous()
-    w13, w2 = normal(E, 2 * F, L) * L**-0.5, normal(E, L, F) * F**-0.5
-    return normal(N, L).bfloat16(), ids, normal(N, A).abs() + 0.1, ExpertOperands(w13.bfloat16(), w2.bfloat16(), SITU)
 
 
 @pytest.mark.parametrize("size", SIZES)
