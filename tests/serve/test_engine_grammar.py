@@ -6,33 +6,23 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rille.model.model import new_model
 from rille.serve import engine as engine_module
 from rille.serve.engine import Engine
 from rille.serve.grammar import Vocabulary
 from rille.serve.schema import SamplingParams
 from rille.text.grammar import continuations
 from rille.text.parser import parse
-from rille.text.tokenizer import train_tokenizer
-from tests.train.small import MODEL
-
-SCHEMA = {
-    "type": "object",
-    "properties": {"ok": {"type": "boolean"}},
-    "required": ["ok"],
-    "additionalProperties": False,
-}
-FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+from tests.serve.lively import FORM, lively_model, lively_tokenizer
 
 
 @pytest.fixture(scope="module")
 def model():
-    return new_model(MODEL.replace(init_std=0.2), seed=3)
+    return lively_model()
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return train_tokenizer(["some text about nothing in particular, 1 2 3"] * 3, 320, note=lambda text: None)
+    return lively_tokenizer()
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram"])

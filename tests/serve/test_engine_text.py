@@ -21,18 +21,19 @@ from rille.serve.schema import Finished, QueueFull, Request, SamplingParams, Tok
 from rille.text.images import Images
 from rille.text.media import expand_media
 from rille.text.tokenizer import train_tokenizer
+from tests.serve.lively import lively_model, lively_tokenizer
 from tests.serve.test_engine import alone, prompt
 from tests.train.small import MODEL
 
 
 @pytest.fixture(scope="module")
 def model():
-    return new_model(MODEL.replace(init_std=0.2), seed=3)
+    return lively_model()
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return train_tokenizer(["some text about nothing in particular, 1 2 3"] * 3, 320, note=lambda text: None)
+    return lively_tokenizer()
 
 
 @pytest.fixture
@@ -262,7 +263,7 @@ def test_words_that_the_tokenizer_lacks_have_no_text(model):
 
 
 def test_weights_change_between_steps_of_the_thread(model):
-    served = Engine(new_model(MODEL.replace(init_std=0.2), seed=3), num_pages=120, hash_unit=64)
+    served = Engine(lively_model(), num_pages=120, hash_unit=64)
     served.start()
     other = new_model(MODEL.replace(init_std=0.2), seed=8)
     served.update_weights(other.named_parameters(), 2)

@@ -14,9 +14,8 @@ from rille.serve.graphs import DecodeGraphs
 from rille.serve.schema import Finished, Request, SamplingParams
 from rille.text.grammar import continuations
 from rille.text.parser import parse
-from rille.text.tokenizer import train_tokenizer
+from tests.serve.lively import FORM, lively_model, lively_tokenizer
 from tests.serve.test_engine import Scripted, alone, engine, prompt
-from tests.serve.test_engine_grammar import FORM
 from tests.serve.test_engine_text import only
 from tests.train.small import MODEL
 
@@ -25,12 +24,12 @@ PAGES = 60
 
 @pytest.fixture(scope="module")
 def model():
-    return new_model(MODEL.replace(init_std=0.2), seed=3)
+    return lively_model()
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return train_tokenizer(["some text about nothing in particular, 1 2 3"] * 3, 320, note=lambda text: None)
+    return lively_tokenizer()
 
 
 class Counted(DecodeGraphs):
@@ -220,7 +219,7 @@ def test_a_fault_of_one_is_its_own(model):
     """A token whose embedding is no number, drawn by the device while the next step is under way."""
     good = [prompt(30 + n, seed=n) for n in range(3)]
     replies = [alone(model, ids, 25) for ids in good]
-    bad = new_model(MODEL.replace(init_std=0.2), seed=3)
+    bad = lively_model()
     place = next(n for n in range(3, 20) if replies[0][n] not in {*replies[1], *replies[2], *sum(good, [])})
     with torch.no_grad():
         bad.embed[replies[0][place]] = float("nan")
