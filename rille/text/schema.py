@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 TYPES = ("string", "number", "boolean", "null", "object", "array")
 _NOTES = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment")
@@ -21,9 +22,12 @@ _NOTES = ("title", "description", "default", "examples", "deprecated", "readOnly
 _UNKNOWN = (
     *("uniqueItems", "not", "if", "then", "else", "contains", "minContains", "maxContains", "propertyNames"),
     *("dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties", "unevaluatedItems"),
+    *("$dynamicRef", "$recursiveRef"),
 )
 _FORMATS = "date-time time date duration email hostname ipv4 ipv6 uuid uri unknown".split()
-_ODD_PATTERN = re.compile(r"\(\?(?!:)|\\[1-9]")  # looks around or back
+_ODD_PATTERN = re.compile(r"\(\?(?!:)|(?<!\\)(?:\\\\)*\\[1-9bBc]")  # looks around, back, at edges of words
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_LARGEST, _SMALLEST = 2**53, 2.0**-53  # of bounds: beyond, a double is exact no more, and the compiler gives up
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _VALUES = ("const", "enum", "default", "examples")  # hold values, not schemas
 _KEYWORDS = {"anyOf": list, "oneOf": list, "allOf": list, "enum": list, "$ref": str, "minLength": int, "maxLength": int}
@@ -73,12 +77,22 @@ def enforceable(schema: Any) -> tuple[Any, list[str]]:
         else:
             kept[key], notes = enforceable(value)
             lost += notes
+    if "oneOf" in kept:  # the compiler takes it only where it sees that no two branches meet
+        lost.append(f"oneOf {schema['oneOf']!r:.80}")
+        branches = {"anyOf": kept.pop("oneOf")}
+        kept |= {"allOf": [*kept.get("allOf", ()), branches]} if "anyOf" in kept else branches
     return kept, lost
 
 
 def _is_lost(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
     odd_format = key == "format" and value not in _FORMATS and schema.get("type") not in ("integer", "number")
-    return key in _UNKNOWN or odd_format or (key == "pattern" and bool(_ODD_PATTERN.search(str(value))))
+    odd_pattern = key == "pattern" and _ODD_PATTERN.search(str(value)) is not None
+    return key in _UNKNOWN or odd_format or odd_pattern or (key in _BOUNDS and _is_extreme(value))
+
+
+def _is_extreme(bound: Any) -> bool:
+    is_number = isinstance(bound, int | float) and not isinstance(bound, bool)
+    return is_number and bound != 0 and not _SMALLEST <= abs(bound) <= _LARGEST
 
 
 def check_ends(schema: Any, where: str) -> None:
@@ -243,8 +257,12 @@ def _type_of(value: Any) -> str:
 def _resolve(reference: str, root: Any) -> Any:
     """What a reference inside this schema (`#/...`) points to."""
     target = root
+    if reference.startswith("#") and reference[1:2] not in ("", "/"):
+        raise ValueError(f"the reference {reference!r} names an anchor; give the path to it, as #/$defs/name")
     for step in reference.removeprefix("#").split("/")[1:]:
         key = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(target, Mapping) and key not in target:  # in a URL, what is no letter may stand as %20
+            key = unquote(step).replace("~1", "/").replace("~0", "~")
         if isinstance(target, Mapping) and key in target:
             target = target[key]
         elif isinstance(target, list | tuple) and _INDEX.fullmatch(key) and int(key) < len(target):

@@ -194,11 +194,20 @@ NOT_HELD = [
     {"format": "uri-reference", "anyOf": [{"type": "string"}, {"type": "null"}]},
     {"pattern": "^(?!x)a", "type": "string"},
     {"pattern": r"^(a|b)\1$", "type": "string"},
+    {"pattern": r"\bword\b", "type": "string"},
+    {"oneOf": [{"type": "string"}, {"maxLength": 3}]},
+    {"oneOf": [{"required": ["b"]}, {"required": ["c"]}], "anyOf": [{"type": "object"}, {"type": "null"}]},
+    {"minimum": -(2**63), "type": "integer"},
+    {"maximum": 3.4e38, "type": "number"},
+    {"exclusiveMinimum": 5e-324, "type": "number"},
+    {"$dynamicRef": "#node"},
 ]
 HELD = [
     {"type": "integer", "format": "int64"},
     {"type": "array", "uniqueItems": False},
     {"type": "string", "pattern": "^(?:a|b)c$"},
+    {"type": "string", "pattern": r"^a\\b$"},
+    {"type": "integer", "minimum": -(2**53), "maximum": 2**53},
     {"type": "string", "format": "date-time"},
     {
         "type": "object",

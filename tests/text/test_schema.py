@@ -1,6 +1,7 @@
 """JSON schemas: those that no value begins are found wherever they lie; few lines take few steps, and little text."""
 
 import json
+from urllib.parse import quote
 
 import pytest
 
@@ -94,6 +95,22 @@ def test_references_bring_nothing_else():
     part = {"$ref": "#/$defs/part0"}
     assert found.schema["$defs"] == {"part0": {"type": "string"}}
     assert found.schema["items"] == {**odd, "properties": {"default": part, "$ref": part}}
+
+
+@pytest.mark.parametrize("name", ["List<string>", "a b", "a/b~c", "50%", "%41", "é"])
+def test_references_may_be_written_as_urls_are(name):
+    """Some makers of schemas escape what is no letter, others do not."""
+    parts = {name: {"enum": [1]}, "A": {"enum": [2]}}
+    pointed = name.replace("~", "~0").replace("/", "~1")
+    for reference in {pointed, quote(pointed)}:
+        [found] = variants({"$ref": f"#/$defs/{reference}"}, {"$defs": parts})
+        assert found.schema == {"enum": [1]}
+
+
+def test_an_anchor_is_not_taken_for_the_whole():
+    root = {"properties": {"x": {"$ref": "#name"}}, "$defs": {"a": {"$anchor": "name", "type": "string"}}}
+    with pytest.raises(ValueError, match="'#name' names an anchor"):
+        variants(root["properties"]["x"], root)
 
 
 def test_a_grammar_grows_as_its_schemas_do(monkeypatch):
