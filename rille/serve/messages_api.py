@@ -19,7 +19,7 @@ from rille.serve.asking import Ask, Body, Json, Limit, check_keys, read_effort, 
 from rille.serve.errors import ApiError
 from rille.serve.front import Front, Turn
 from rille.serve.history import from_anthropic
-from rille.serve.replying import Call, Ended, Gathered
+from rille.serve.replying import Ended, Growing
 from rille.serve.schema import Usage
 from rille.serve.sse import HOLE, Form, event
 from rille.text.messages import strict_json
@@ -194,32 +194,54 @@ def _message(turn: Turn, model: str) -> Json:
 
 
 async def whole(turn: Turn, model: str, stops: tuple[str, ...]) -> Json:
-    """The body of a reply that is not streamed."""
-    (choice,) = await turn.gather()
-    assert choice.end is not None, "a gathered choice has ended"
+    """The body of a reply that is not streamed: the blocks that the events of a stream make."""
+    writer, blocks = _BlockWriter(), list[_Block]()
+    end: Ended | None = None
+    async with aclosing(turn.pieces()) as pieces:
+        async for piece in pieces:
+            if isinstance(piece, Ended):
+                end = piece
+                continue
+            for body in (body for one in piece.events for body in writer.write(one)):
+                if body["type"] == "content_block_start":
+                    blocks.append(_Block(body["content_block"]))
+                elif body["type"] == "content_block_delta":
+                    blocks[-1].add(body["delta"])
+    assert end is not None, "a turn without an error has an end"
     return {
         **_message(turn, model),
-        "content": _blocks(choice),
-        **_stop(choice.end, stops),
-        "usage": _usage(choice.end.usage),
+        "content": [block.whole() for block in blocks],
+        **_stop(end, stops),
+        "usage": _usage(end.usage),
     }
 
 
-def _blocks(choice: Gathered) -> list[Json]:
-    blocks: list[Json] = []
-    if choice.reasoning:
-        blocks.append({"type": "thinking", "thinking": choice.reasoning, "signature": SIGNATURE})
-    if choice.content:
-        blocks.append({"type": "text", "text": choice.content})
-    return blocks + [_tool_use(call.name, _arguments(call)) for call in choice.calls]
+class _Block:
+    """One block, as its events make it."""
+
+    def __init__(self, begun: Json) -> None:
+        self._begun, self._text = begun, Growing()
+
+    def add(self, delta: Json) -> None:
+        if delta["type"] in _TEXTS:
+            self._text.add(delta[_TEXTS[delta["type"]]])
+
+    def whole(self) -> Json:
+        text = str(self._text)
+        match self._begun["type"]:
+            case "thinking":
+                return {"type": "thinking", "thinking": text, "signature": SIGNATURE}
+            case "text":
+                return {"type": "text", "text": text}
+        return {**self._begun, "input": _arguments(text)}
 
 
-def _arguments(call: Call) -> Any:
+def _arguments(text: str) -> Any:
     """Arguments that were cut off, or are no JSON, come as a text under one name: nothing is lost."""
     try:
-        return strict_json(call.arguments)
+        return strict_json(text)
     except (ValueError, RecursionError):
-        return {"unfinished": call.arguments}
+        return {"unfinished": text}
 
 
 def _tool_use(name: str, arguments: Any) -> Json:

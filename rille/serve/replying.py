@@ -92,7 +92,7 @@ class ChatReader:
         self._strings = StopStrings(stops)
         self._matched: str | None = None
         self._num_tokens = self._num_reasoning = self._num_silent = 0
-        self._has_calls = False
+        self._has_calls = self._in_call = False
 
     def take(self, output: TokenOutput) -> list[Event]:
         self._num_tokens += 1
@@ -126,13 +126,12 @@ class ChatReader:
             elif not isinstance(event, Fault | End):
                 passed += self._held()
                 self._has_calls = self._has_calls or isinstance(event, CallBegin)
+                self._in_call = isinstance(event, CallBegin | CallArguments)
                 passed.append(event)
         return passed
 
     def _content(self, text: str) -> list[Event]:
-        if self._num_tokens < self._min_tokens:
-            return [Content(text)]
-        out, self._matched = self._strings.feed(text)
+        out, self._matched = self._strings.feed(text, self._num_tokens >= self._min_tokens)
         self.is_stopped = self._matched is not None
         return [Content(out)] if out else []
 
@@ -151,7 +150,7 @@ class ChatReader:
             usage = Usage(usage.prompt_tokens, usage.cached_tokens, self._num_tokens)
             matched = self._matched
         reason = "length" if finished.reason == "length" and not self.is_stopped else "stop"
-        if reason == "stop" and self._has_calls:
+        if reason == "stop" and self._has_calls and not self._in_call:  # a word may stop a call in its middle
             reason = "tool_calls"
         return Ended(finished.index, reason, usage, self._num_reasoning, matched)
 

@@ -8,7 +8,8 @@ import pytest
 from rille.serve.replying import Ended, total
 from rille.serve.schema import Usage
 from tests.serve.scripted import reply_ids
-from tests.serve.test_api_chat import USER, both
+from tests.serve.test_api_chat import TOOL, USER, both
+from tests.serve.test_chat import CALL
 
 
 def test_stop_strings_count_in_the_answer_alone(server, client, tokenizer):
@@ -103,3 +104,15 @@ def test_a_stop_id_is_no_part_of_the_text(server, client, tokenizer):
         [choice] = both(server, client, ids, **request).choices
         assert getattr(choice.message, channel) == "one" and choice.finish_reason == "stop"
         assert len(choice.logprobs.content) == len(ids), "it was written all the same"
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_call_that_a_stop_id_cuts_is_not_to_be_carried_out(server, client, tokenizer, monkeypatch, cut):
+    monkeypatch.setattr(server.engine, "is_checking", False)
+    call = {**CALL, "function": {"name": "double", "arguments": {"a": "x!y"}}}
+    ids = reply_ids(tokenizer, content="", tool_calls=[call])
+    ids = ids[: ids.index(tokenizer.encode("!")[0]) + 1] if cut else ids
+    request = {"tools": [TOOL], "extra_body": {"stop_token_ids": [tokenizer.encode("!")[0]] if cut else []}}
+    [choice] = both(server, client, ids, **request).choices
+    assert choice.message.tool_calls[0].function.arguments == ('{"a": "x' if cut else '{"a": "x!y"}')
+    assert choice.finish_reason == ("stop" if cut else "tool_calls")

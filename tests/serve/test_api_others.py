@@ -7,6 +7,7 @@ import pytest
 
 from rille.serve.history import from_anthropic, from_responses
 from rille.text.images import ImageConfig
+from rille.text.vocabulary import CLOSE, OPEN, SEP
 from tests.serve.scripted import reply_ids
 from tests.serve.served import serving
 from tests.serve.test_api_chat import PIXEL, SCHEMA, TOOL, USER
@@ -84,6 +85,14 @@ def test_messages_with_tools(server, claude, tokenizer):
         assert said in server.prompt()
     matcher = server.engine.vocabulary.matcher(server.request.params.grammar)
     assert matcher.count_valid(ids) < len(ids), "one call at most"
+
+
+def test_blocks_stand_in_the_order_in_which_they_were_written(server, claude, tokenizer, monkeypatch):
+    """A model may think late, and speak on behind that."""
+    monkeypatch.setattr(server.engine, "is_checking", False)
+    late = f"one{OPEN}think{SEP}hm{CLOSE}think{SEP}{OPEN}response{SEP}two{CLOSE}response{SEP}{CLOSE}message{SEP}"
+    message = both(server, claude, tokenizer.encode_with_specials(late))
+    assert [block.type for block in message.content] == ["text", "thinking", "text"]
 
 
 def test_messages_stop_and_length(server, claude, tokenizer):
