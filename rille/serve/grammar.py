@@ -4,9 +4,10 @@
     matcher.allowed()  ->  bool [W]        which tokens may come next
     matcher.accept(token)                  and so on, until `is_over`
 
-Several tokens can be tried and taken back (`rollback`), which drafts need. The compiler must not force the tokens of a
-text that is fixed: it would take those of the whole text, which cross the cuts of the format (`="` and `_id` are two
-segments there, though `="_` is one token), and bar the ones that the model has learnt.
+Several tokens can be tried on a `copy`, which drafts need. The compiler must not force the tokens of a text that is
+fixed: it would take those of the whole text, which cross the cuts of the format (`="` and `_id` are two segments there,
+though `="_` is one token), and bar the ones that the model has learnt. What takes it too long it gives up, at any token
+(`fault`): a form with thousands of ways to go on would hold up everybody else.
 Source: llguidance's `docs/syntax.md`; github.com/guidance-ai/llguidance.
 """
 
@@ -24,6 +25,7 @@ from rille.text.vocabulary import END_OF_MESSAGE, Tokenizer
 
 _AT = re.compile(r"^at \d+\(\d+\): ")
 _SHOWN = re.compile(r"\n +\d+ \| ")
+_NOT_SHOWN = "<non-verbose/>"
 _ANY_CUT = '%llguidance {"no_forcing": true}\n'
 
 
@@ -46,12 +48,12 @@ class Vocabulary:
     def matcher(self, grammar: Grammar, prefix: str = "") -> Matcher:
         """At the grammar's start, or after a text that is written already. Raises ValueError for a grammar that does
         not compile and a text that it does not allow."""
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
-        made = LLMatcher(self._compiled, LLMatcher.grammar_from_lark(_ANY_CUT + grammar.lark))
+        limits = LLParserLimits(verbose_errors=False)
+        made = LLMatcher(self._compiled, LLMatcher.grammar_from_lark(_ANY_CUT + grammar.lark), limits=limits)
         if made.is_error():
-            fault = _AT.sub("", _SHOWN.split(made.get_error())[0])  # behind it comes the grammar itself, in lines
-            raise ValueError(f"the grammar does not compile: {' '.join(fault.split())}")
+            raise ValueError(f"the grammar does not compile: {_first_line(made.get_error())}")
         matcher = Matcher(made, self.tokenizer.vocab_size, self.width, self.tokenizer.specials[grammar.stop])
         ids = self.tokenizer.encode(prefix) if prefix else []
         if (valid := matcher.count_valid(ids)) < len(ids):
@@ -69,14 +71,20 @@ class Matcher:
         self._made = made
         self._bits = np.zeros(-(-vocab_size // 32), dtype=np.int32)
         self._vocab_size, self._width, self._stop = vocab_size, width, stop
-        self._num_beyond = 0  # accepted after the compiler had stopped: the stop token, when nothing else could come
         self.is_over = False
 
     def copy(self) -> Matcher:
         """Another one at the same place, which costs far less than to compile the grammar again."""
         made = Matcher(self._made.deep_copy(), self._vocab_size, self._width, self._stop)
-        made._num_beyond, made.is_over = self._num_beyond, self.is_over
+        made.is_over = self.is_over
         return made
+
+    @property
+    def fault(self) -> str | None:
+        """Why it cannot go on, where the compiler has given up; nothing is allowed then."""
+        if not self._made.is_error():
+            return None
+        return f"the grammar cannot be followed any further: {_first_line(self._made.get_error())}"
 
     def allowed(self) -> np.ndarray:
         """bool [W]: the tokens that may come next; none where it is over."""
@@ -97,15 +105,13 @@ class Matcher:
         return self._made.is_stopped() and not self._made.is_accepting()
 
     def accept(self, token: int) -> None:
-        """Move on. Raises ValueError for a token that may not come here."""
+        """Move on. Raises ValueError for a token that may not come here, and where the compiler gives up (`fault`)."""
         if self.is_over or (self._made.is_stopped() and token != self._stop):
             raise ValueError(f"the grammar does not allow token {token} here: the reply is complete")
         if self._is_stuck:
             raise ValueError(f"the grammar does not allow token {token} here: nothing can follow")
-        if self._made.is_stopped():
-            self._num_beyond = 1
-        elif not self._made.consume_token(token):
-            raise ValueError(f"the grammar does not allow token {token} here: {self._made.get_error()}")
+        if not self._made.is_stopped() and not self._made.consume_token(token):
+            raise ValueError(f"the grammar does not allow token {token} here: {_first_line(self._made.get_error())}")
         self.is_over = token == self._stop
 
     def count_valid(self, tokens: Sequence[int]) -> int:
@@ -116,14 +122,10 @@ class Matcher:
             return int(list(tokens[:1]) == [self._stop])
         return self._made.validate_tokens(list(tokens))
 
-    def rollback(self, count: int) -> None:
-        """Take the last `count` accepted tokens back."""
-        if not count:
-            return
-        self.is_over = False
-        count, self._num_beyond = count - self._num_beyond, 0
-        if count and not self._made.rollback(count):
-            raise ValueError(f"the grammar cannot go back {count} tokens: {self._made.get_error()}")
+
+def _first_line(error: str) -> str:
+    """Of what the compiler says; behind it comes the grammar itself, in lines."""
+    return " ".join(_AT.sub("", _SHOWN.split(error)[0]).replace(_NOT_SHOWN, "").split())
 
 
 class _Spelled:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from rille.serve.grammar import Matcher
-from rille.serve.sampler import Drawn, Lot, Row, lot_of, uniform
+from rille.serve.sampler import NO_NUMBER, Drawn, Lot, Row, lot_of, uniform
 from rille.serve.schema import Finished, FinishReason, Output, TokenOutput, Usage
 from rille.serve.sequences import Sequence as Choice
 from rille.serve.stopping import StopStrings
@@ -15,8 +15,8 @@ from rille.text.vocabulary import TextStream, Tokenizer
 
 
 class Reply:
-    """stop_ids: the model's own, which `ignore_eos` leaves out. is_done: its `Finished` was made; failed: for an error
-    of this choice."""
+    """stop_ids: the model's own, which `ignore_eos` leaves out. is_done: its `Finished` was made; failed: since the
+    model's output was no number, so that nothing of what was computed for it is worth keeping."""
 
     def __init__(
         self,
@@ -78,16 +78,17 @@ class Reply:
         ]
 
     def _masks(self, drafts: Sequence[int]) -> list[torch.Tensor | None]:
-        """For each row what the grammar lets through. Rows behind a draft that it excludes never count."""
+        """For each row what the grammar lets through. Rows behind a draft that it excludes never count; behind one at
+        which its compiler gives up nothing may follow."""
         if self.matcher is None:
             return [None] * (len(drafts) + 1)
-        masks: list[torch.Tensor | None] = [torch.from_numpy(self.matcher.allowed())]
-        valid = self.matcher.count_valid(drafts)
-        for token in drafts[:valid]:
-            self.matcher.accept(token)
-            masks.append(torch.from_numpy(self.matcher.allowed()))
-        self.matcher.rollback(valid)
-        return masks + [None] * (len(drafts) + 1 - len(masks))
+        tried, masks = self.matcher.copy(), [torch.from_numpy(self.matcher.allowed())]
+        for token in drafts[: tried.count_valid(drafts)]:
+            if not _accepts(tried, token):
+                break
+            masks.append(torch.from_numpy(tried.allowed()))
+        behind = None if tried.fault is None else torch.zeros_like(masks[0])
+        return [*masks, *[behind] * (len(drafts) + 1 - len(masks))]
 
     def take(
         self, drawn: Sequence[Drawn], version: int, experts: Sequence[Mapping[int, tuple[int, ...]] | None]
@@ -96,7 +97,8 @@ class Reply:
         outputs: list[Output] = []
         for token, chosen in zip(drawn, experts, strict=True):
             if token.error is not None:
-                outputs.append(self.end("error", error=token.error))
+                self.failed = token.error == NO_NUMBER
+                outputs.append(self.end("error", error=self._fault or token.error))
             else:
                 outputs += self._add(token, version, chosen)
             if self.is_done:
@@ -105,15 +107,13 @@ class Reply:
 
     def _add(self, drawn: Drawn, version: int, experts: Mapping[int, tuple[int, ...]] | None) -> list[Output]:
         sequence, params = self.sequence, self.sequence.request.params
+        if self.matcher is not None and not _accepts(self.matcher, drawn.token):
+            return [self.end("error", error=self._fault)]
         sequence.chain.append(drawn.token)
-        if self.matcher is not None:
-            self.matcher.accept(drawn.token)
         is_stop = drawn.token in self.stop_ids or (self.matcher is not None and self.matcher.is_over)
         text, matched = "", None
         if self._stream is not None and not is_stop:
-            text = self._text(drawn.token)
-            if sequence.num_written >= params.min_tokens:  # a stop string counts from here on
-                text, matched = self._strings.feed(text)
+            text, matched = self._strings.feed(self._text(drawn.token), self._may_stop)
         logprob = drawn.logprob if params.logprobs or params.top_logprobs else None
         output = TokenOutput(sequence.index, drawn.token, logprob, drawn.top, version, text, experts)
         if is_stop:
@@ -124,6 +124,16 @@ class Reply:
             return [output, self.end("length")]
         return [output]
 
+    @property
+    def _may_stop(self) -> bool:
+        """Whether a stop string that is complete now ends the reply."""
+        return self.sequence.num_written >= self.sequence.request.params.min_tokens
+
+    @property
+    def _fault(self) -> str | None:
+        """Why the grammar gives nothing more, where its compiler has given up."""
+        return None if self.matcher is None else self.matcher.fault
+
     def _text(self, token: int) -> str:
         """What became readable. A model may have more words than its tokenizer; those have no text."""
         assert self._stream is not None and self._tokenizer is not None
@@ -133,10 +143,10 @@ class Reply:
 
     def end(self, reason: FinishReason, matched: int | str | None = None, error: str | None = None) -> Finished:
         """Close the choice."""
-        self.is_done, self.failed = True, reason == "error"
+        self.is_done = True
         rest = ""
         if self._stream is not None and not isinstance(matched, str):
-            rest, late = self._strings.feed(self._stream.finish())
+            rest, late = self._strings.feed(self._stream.finish(), self._may_stop)
             rest += self._strings.finish() if late is None else ""
         return Finished(self.sequence.index, reason, self.usage, matched, error, rest)
 
@@ -144,3 +154,12 @@ class Reply:
     def usage(self) -> Usage:
         cached = min(self.sequence.cached or 0, self.sequence.num_prompt - 1)
         return Usage(self.sequence.num_prompt, cached, self.sequence.num_written)
+
+
+def _accepts(matcher: Matcher, token: int) -> bool:
+    """Move a matcher on. False where it cannot: a token that was let through may still take its compiler too much."""
+    try:
+        matcher.accept(token)
+    except ValueError:
+        return False
+    return True

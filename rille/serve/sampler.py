@@ -28,6 +28,7 @@ from rille.ops.figures import token_figures
 from rille.serve.schema import SamplingParams
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
+NO_NUMBER = "the model's output for this request is not a number"
 LEAST_HEAT = 1e-100  # a lower temperature changes no digit, and logits divided by it could become infinite
 
 Lot = tuple[float, float, float, float, float]
@@ -212,7 +213,7 @@ def drawn_of(figures_R: Sequence[Sequence[float]]) -> list[Drawn]:
     for token, logprob, is_number, *open_too in zip(*figures_R, strict=True):
         is_open = all(open_too)
         if not is_number:
-            result.append(Drawn(error="the model's output for this request is not a number"))
+            result.append(Drawn(error=NO_NUMBER))
         elif not is_open:
             result.append(Drawn(error="nothing may follow here: grammar, min_tokens and stop ids exclude every token"))
         else:

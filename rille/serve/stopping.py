@@ -16,20 +16,24 @@ class StopStrings:
         self._stops = tuple(stops)
         self._held = ""
 
-    def feed(self, text: str) -> tuple[str, str | None]:
+    def feed(self, text: str, counts: bool = True) -> tuple[str, str | None]:
         """More text: what can be given out now, and the stop string that ended the reply, if one did. Of several the
-        one that is complete first, at one place the longest."""
+        one that is complete first, at one place the longest. counts: False where it is too early for an end; one that
+        is complete by then is text like any other, one that has only begun may still be completed."""
         if not self._stops:
             return text, None
-        self._held += text
-        found = [(self._held.find(stop), stop) for stop in self._stops if stop in self._held]
-        if found:
+        early, self._held = len(self._held), self._held + text
+        if counts and (found := [(place, stop) for stop in self._stops if (place := self._place(stop, early)) >= 0]):
             place, stop = min(found, key=lambda pair: (pair[0] + len(pair[1]), -len(pair[1])))
             out, self._held = self._held[:place], ""
             return out, stop
         keep = max(map(self._begun, self._stops))
         out, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return out, None
+
+    def _place(self, stop: str, early: int) -> int:
+        """Where a stop string stands that was not complete in the first `early` characters; -1: nowhere."""
+        return self._held.find(stop, max(0, early - len(stop) + 1))
 
     def _begun(self, stop: str) -> int:
         """How much of a stop string stands at the end of what is held."""

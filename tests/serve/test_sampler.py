@@ -179,6 +179,25 @@ def test_stop_strings(stops, text, out, matched, size):
     assert (given, found) == (out, matched)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("early", range(12))
+def test_a_stop_string_that_is_complete_too_early_is_text(early, size):
+    """And one that begins too early may still be completed: it ends the reply where its last character comes in time."""
+    text, stops = "xabcabcdabcd!", ("bc", "abcd", "ca")
+    reader, given, found, at = StopStrings(stops), "", None, 0
+    while at < len(text) and not found:
+        piece, found = reader.feed(text[at : at + size], counts=at + size > early)
+        given, at = given + piece, at + size
+    ends = [(place + len(stop), -len(stop), stop) for stop in stops for place in places(text, stop)]
+    in_time = [end for end in ends if (end[0] - 1) // size * size + size > early]
+    last, length, stop = min(in_time)
+    assert (given, found) == (text[: last + length], stop)
+
+
+def places(text, stop):
+    return [at for at in range(len(text)) if text.startswith(stop, at)]
+
+
 @pytest.mark.parametrize(
     "wrong, message",
     [
