@@ -182,7 +182,7 @@ def test_stop_strings(stops, text, out, matched, size):
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("early", range(12))
 def test_a_stop_string_that_is_complete_too_early_is_text(early, size):
-    """And one that begins too early may still be completed: it ends the reply where its last character comes in time."""
+    """One that begins too early may still be completed: it ends the reply where its last character comes in time."""
     text, stops = "xabcabcdabcd!", ("bc", "abcd", "ca")
     reader, given, found, at = StopStrings(stops), "", None, 0
     while at < len(text) and not found:
