@@ -89,10 +89,11 @@ def run(arguments: Arguments) -> int:
 
 
 def complain(error: Exception, code: int) -> int:
-    """One message on standard error, whatever line breaks the error had: what, what to do, and the error's notes."""
+    """One line on standard error, without the system's number of an error: what, what to do, and the error's notes."""
     hint = HINTS.get(getattr(error, "errno", None), "")
     notes = "".join(f". {note}" for note in getattr(error, "__notes__", ()))
-    print(f"rille: {' '.join(str(error).split()) or type(error).__name__}{hint}{notes}", file=sys.stderr)
+    text = re.sub(r"^\[Errno -?\d+\] ", "", " ".join(str(error).split()))
+    print(f"rille: {text or type(error).__name__}{hint}{notes}", file=sys.stderr)
     return code
 
 

@@ -61,11 +61,31 @@ def in_one_line(command: str) -> Iterator[None]:
 
 
 def mistake(box: str, command: str) -> str:
-    """First paragraph of a box (below its title), and the first of the options that were perhaps meant."""
-    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip("│|+ ") for line in box.splitlines()[1:]]
+    """First paragraph of a box (below its title), and the first of the options that were perhaps meant.
+
+    Options that are missing are named without their explanations, values of another kind without Python's words for it.
+    """
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", box)
+    lines = [line.strip("│|+ ") for line in plain.splitlines()[1:]]
     paragraphs = re.split(r"\n[─╰╯-]*(?:\n|$)", "\n" + "\n".join(lines) + "\n")
     first = next(" ".join(text.split()) for text in paragraphs if text.strip())
     near = re.search(r"Perhaps you meant:\s+(-[\w.-]+)", " ".join(lines))
     ours = re.match(r"Error parsing (?:[A-Z]\w*|__tyro\S*): ", first)  # of a dataclass: it says itself what to do
-    text = re.sub(r"^Error parsing ", "", first.removeprefix(ours[0] if ours else ""))
-    return text + (f"; did you mean {near[1]}?" if near else "") + ("" if ours else f" (`{command} --help` lists all)")
+    if ours:
+        return first.removeprefix(ours[0])
+    if first.startswith("Missing from "):
+        names = re.findall(_MISSING, plain.partition("For full helptext")[0], re.MULTILINE)
+        first = f"{command} needs {', '.join(names)}"
+    elif refused := re.match(_REFUSED, first):
+        option, value = refused.groups()
+        kind = re.search(rf"^{re.escape(option)} (\S.*)$", "\n".join(lines), re.MULTILINE)
+        first = f"{option} takes {kind[1] if kind else 'another kind of value'}, not {value}"
+    text = first.removeprefix("Error parsing ")
+    return text + (f"; did you mean {near[1]}?" if near else "") + f" (`{command} --help` lists all)"
+
+
+_MISSING = r"^[│| ] {5}(\S.*?) *[│| ]$"  # names stand four columns in, their explanations eight
+_REFUSED = (
+    r"Error parsing (-\S+): (?:invalid literal for int|could not convert string|Could not find valid parse|"
+    r"no type matching)[^']*('.*?')\]?(?:\.|$)"
+)

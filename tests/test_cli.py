@@ -132,9 +132,11 @@ sys.exit("torch" in sys.modules)
         ("train tyni", "unknown recipe 'tyni'; did you mean 'tiny'? the recipes are tiny, nano"),
         ("train tiny --steps 0", "steps is 0; it must be at least 1"),
         ("train tiny --steps -5", "steps is -5; it must be at least 1"),
+        ("train tiny --steps many", "--steps takes INT, not 'many' (`rille train tiny --help` lists all)"),
+        ("train tiny --max-minutes soon", "--max-minutes takes {None}|FLOAT, not 'soon' (`rille train tiny --help`"),
         (
-            "train tiny --steps many",
-            "--steps: invalid literal for int() with base 10: 'many' (`rille train tiny --help`",
+            "plan tiny --context 8 far",
+            "--context takes [INT [INT ...]], not '8', 'far' (`rille plan --help`",
         ),
         (
             "train tiny --optim.lrr 1",
@@ -145,7 +147,7 @@ sys.exit("torch" in sys.modules)
         ("train tiny --mtp-weight 0.3", "the model has no MTP layer; give --model.mtp-layers 1"),
         ("train tiny --data LATIN --out OUT", "is not UTF-8 text (byte 0xe9 at offset 3)"),
         ("train tiny --data FOLDER --out OUT", "FOLDER holds no document with text; give"),
-        ("train tiny --out EMPTY/run", "Not a directory: 'EMPTY/run'"),
+        ("train tiny --out EMPTY/run", "rille: Not a directory: 'EMPTY/run'"),
         ("train tiny --out caf\udce9", "argument b'caf\\xe9' is not UTF-8; rename the file or directory"),
         ("convert RUN caf\udce9", "argument b'caf\\xe9' is not UTF-8"),
         ("generate caf\udce9 --prompt x", "argument b'caf\\xe9' is not UTF-8"),
@@ -157,7 +159,8 @@ sys.exit("torch" in sys.modules)
         ("train tiny --out EMPTY", "EMPTY is a file; name a directory for the run"),
         ("generate absent --prompt x", "absent does not exist; give a checkpoint directory"),
         ("generate FOLDER --prompt x", "holds no checkpoint"),
-        ("generate RUN", "--prompt"),
+        ("generate RUN", "rille: rille generate needs --prompt TEXT (`rille generate --help` lists all)"),
+        ("convert --dtype bf16", "rille: rille convert needs SRC, DST (`rille convert --help` lists all)"),
         ("generate RUN --prompt x --temperature -1", "temperature is -1.0; it must be at least 0"),
         ("generate RUN --prompt x --top-p 0", "top_p is 0.0; it must be above 0"),
         ("generate RUN --prompt x --max-new-tokens -1", "max_new_tokens is -1; it must be at least 0"),
@@ -176,8 +179,7 @@ def test_mistakes_end_with_2_and_say_what_to_do(arguments, message, trained, tmp
     (tmp_path / "BINARY").write_bytes(b"\1\2\0\3" * 50)
     assert rille(*(str(trained) if word == "RUN" else word for word in arguments.split())) == 2
     printed = capsys.readouterr().err
-    words = re.sub(r"[\s│|]+", " ", printed)
-    assert message in words
+    assert message in printed
     assert printed.startswith("rille: ") and printed.count("\n") == 1
     assert not (tmp_path / "OUT").exists()
 
@@ -240,7 +242,7 @@ def test_a_full_disk_keeps_old_checkpoints(text, trained, tmp_path):
     assert run.returncode == 1
     assert "Traceback" not in run.stderr
     last = run.stderr.splitlines()[-1]
-    assert last.startswith("rille: [Errno 27] File too large: ")
+    assert last.startswith("rille: File too large: ")
     assert last.endswith(". Make room on that disk. The run goes on from its last checkpoint with --resume")
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-000002"]
     again = load_model(out / "checkpoints" / "step-000002")
@@ -257,7 +259,7 @@ def test_a_full_disk_is_no_resume_where_there_is_no_run(text, trained, tmp_path,
         with largest_file(2000):
             assert rille(*command) == 1
         printed = capsys.readouterr().err
-        assert re.fullmatch(r"rille: \[Errno 27\] File too large.*\. Make room on that disk\n", printed), printed
+        assert re.fullmatch(r"rille: File too large.*\. Make room on that disk\n", printed), printed
         assert not (tmp_path / "out" / "model").exists() and not (tmp_path / "out" / "config.json").exists()
 
 

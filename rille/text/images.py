@@ -187,7 +187,8 @@ def open_image(source: Source, name: str = "image") -> Image.Image:
             f"{name} cannot be read: it is no picture of a known format ({known}), or its beginning is lost"
         ) from None
     except (OSError, SyntaxError, EOFError, RuntimeError, TypeError) as error:  # readers differ
-        raise ValueError(f"{name} cannot be read: {' '.join(str(error).split())}") from None
+        why = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise ValueError(f"{name} cannot be read: {why}") from None
     if image.mode.startswith("I;16"):
         return Image.fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
     if image.mode not in _MODES:
