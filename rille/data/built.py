@@ -73,7 +73,7 @@ def open_built(config: DataConfig, note: Callable[[str], None] = print) -> Corpu
     held = dataset.held_out()
     note(
         f"data: {config.path}, {dataset.num_documents:,} documents, {dataset.num_targets:,} tokens to train on, "
-        f"{len(held.tokens) - 1:,} held out ({len(held.boundaries) - 1:,} documents)"
+        f"{len(held.tokens) - 1:,} held out (documents: {len(held.boundaries) - 1:,})"
     )
     held_out = TokenText(held.tokens, held.boundaries, byte_lengths)
     text = BuiltText(dataset, byte_lengths)

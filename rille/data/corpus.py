@@ -303,10 +303,11 @@ def _write_tokens(file: Path, documents: list[Document], tokenizer: Tokenizer) -
 
 
 def _slices(documents: list[Document]) -> Iterator[list[str]]:
-    """Texts in slices of about a megabyte, with a progress bar (on standard error) where there are many."""
-    total = sum(len(document.text) for document in documents)
+    """Texts in slices of about a megabyte, with a progress bar (of a terminal) where there are many."""
+    total, console = sum(len(document.text) for document in documents), Console(stderr=True)
+    quiet = total < _BAR_FROM or not console.is_terminal
     columns = (TextColumn("encoding text"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=total < _BAR_FROM) as progress:
+    with Progress(*columns, console=console, transient=True, disable=quiet) as progress:
         task = progress.add_task("", total=total)
         texts, size = [], 0
         for document in documents:
@@ -324,6 +325,6 @@ def _summary(corpus: Corpus, documents: int) -> str:
     train, held = corpus.train, corpus.held_out
     return (
         f"data: {documents:,} documents, {(train.num_bytes + held.num_bytes) / 1e6:.2f} MB of text; "
-        f"{train.num_targets:,} tokens to train on, {held.num_targets:,} held out ({held.num_documents:,} documents); "
+        f"{train.num_targets:,} tokens to train on, {held.num_targets:,} held out (documents: {held.num_documents:,}); "
         f"{train.bytes_per_token:.2f} bytes a token"
     )

@@ -36,7 +36,7 @@ def length(config: LengthConfig) -> list[dict]:
         nats_DN = np.stack(line_nats(opened.model, long, config.length, config.length, tell))
     trained = opened.settings().get("data.sequence_length")
     rows = by_bucket(nats_DN, trained)
-    remarks = [f"{len(long)} documents; intervals over documents"]
+    remarks = [f"documents: {len(long)}" + ("; intervals are over them" if len(long) > 1 else "")]
     if trained is not None and trained < config.length:
         remarks.append(beyond(nats_DN, trained))
     draw = [lambda axes: curve(axes, rows, trained)]

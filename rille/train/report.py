@@ -40,13 +40,13 @@ class ReportConfig:
     run: Annotated[Positional[str], arg(metavar="RUN")]
     """The directory that `rille train` wrote; the run may still be going on."""
 
-    beside: tuple[str, ...] = ()
+    beside: Annotated[tuple[str, ...], arg(metavar="RUN ...")] = ()
     """Other runs, whose losses and output sizes are drawn into the same pictures."""
 
-    out: str | None = None
+    out: Annotated[str | None, arg(metavar="FILE")] = None
     """The page; none: report.html in the run's directory."""
 
-    pictures: str | None = None
+    pictures: Annotated[str | None, arg(metavar="FOLDER")] = None
     """A folder that also gets each picture as an .svg file."""
 
 
