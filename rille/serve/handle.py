@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 from rille.serve.schema import Finished, Output
 
-RESTS = 2.0  # times as long as it has worked
+RESTS = 5.0  # times as long as it has worked
 LONGEST_PAUSE_S = 0.05
 LEAST_PAUSE_S = 0.0005
 
@@ -20,9 +20,10 @@ class Alarm:
     """Wakes readers of one event loop from another thread: one call into the loop for all whom a step has something
     for, since each such call is a system call.
 
-    Only one thread runs Python at a time, and what the loop's takes the engine's lacks. So after a ring the loop's
-    thread rests twice as long as it worked on it, at most 50 ms from one ring to the next: with few readers each token
-    goes out as it comes, with many those of some steps together. Made in the loop's thread.
+    Only one thread runs Python at a time, and what the loop's takes the engine's lacks: most of it is a write for each
+    reader, however many tokens that has. So after a ring the loop's thread rests five times as long as it worked on it,
+    at most 50 ms from one ring to the next: with few readers each token goes out as it comes, with many those of some
+    steps together. Made in the loop's thread.
     """
 
     def __init__(self) -> None:

@@ -20,6 +20,8 @@ from rille.text.vocabulary import Tokenizer
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
+_SILENT, _IN_CALL = (Fault, End), (CallBegin, CallArguments)
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -123,10 +125,10 @@ class ChatReader:
                 break
             if isinstance(event, Content):
                 passed += self._content(event.text)
-            elif not isinstance(event, Fault | End):
+            elif not isinstance(event, _SILENT):
                 passed += self._held()
                 self._has_calls = self._has_calls or isinstance(event, CallBegin)
-                self._in_call = isinstance(event, CallBegin | CallArguments)
+                self._in_call = isinstance(event, _IN_CALL)
                 passed.append(event)
         return passed
 
