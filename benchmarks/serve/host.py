@@ -71,7 +71,7 @@ class Silent(DecodeGraphs):
         shape, self._turn, self._asked = self._kind(parts)[0], 1 - self._turn, None
         if shape not in self._slates:
             self._slates[shape] = Slate.new(shape, self._pages.layout.groups, self._pages.device)
-        self._slates[shape].fill(self._turn, parts, lots, self._spare_page)
+        self._slates[shape].fill(self._turn, parts, lots, self.spare_page)
         words = []
         for part in parts:
             reply = self.replies[part.sequence.request.params.seed or 0]

@@ -18,7 +18,9 @@ from rille.serve.graphs import SIZES, DecodeGraphs
 from rille.serve.limits import SchedulerConfig
 from rille.serve.paged import Pages, layout_of
 from rille.serve.prefix import PrefixCache
+from rille.serve.prompts import PromptGraphs, obstacle
 from rille.serve.retention import LARGEST_UNIT, Retention, unit_for
+from rille.serve.runner import Runner
 from rille.serve.scheduler import Scheduler
 from rille.serve.settings import EngineConfig
 from rille.serve.speculation import Drafter, MtpDrafter, NgramDrafter
@@ -30,6 +32,8 @@ from rille.text.vocabulary import Tokenizer
 REMEMBERED = 1 << 18  # boundaries that are known after their pages are gone, at most
 BOUNDARY_BYTES = 384  # of host memory for each, and its place among the ends
 POOL_TO_REMEMBERED = 16  # the pool has at least so many times their memory
+RECORDS_PROMPTS = False
+GRAPHS_SHARE = 0.25  # of what is free beside the pool: what recorded steps with prompts may take
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -158,6 +162,9 @@ def new_graphs(model: K3, pages: Pages, scheduler: Scheduler, config: EngineConf
     """Recorded decoding, where there is a GPU; a page of the pool is set apart for its idle rows."""
     if pages.device.type != "cuda" or not config.cuda_graphs or config.deterministic:
         return None
+    if reason := obstacle(model, pages, with_prompts=False):
+        warnings.warn(f"decoding runs op by op, not recorded: {reason}", stacklevel=2)
+        return None
     spare = scheduler.cache.store.allocate(1)
     if spare is None or scheduler.cache.available < 1:
         raise ValueError("the pool has no page to spare for recorded steps; give more memory, or cuda_graphs False")
@@ -167,6 +174,26 @@ def new_graphs(model: K3, pages: Pages, scheduler: Scheduler, config: EngineConf
     records = config.drafter == "ngram" and config.recorded_drafts and _can_record_drafts(model, pages, sizes[-1])
     scheduler.takes_copies, most = not records, config.draft_length if records else 0
     return DecodeGraphs(model, pages, spare[0], scheduler.longest, sizes, most)
+
+
+def new_prompts(
+    model: K3, pages: Pages, scheduler: Scheduler, config: EngineConfig, graphs: DecodeGraphs | None
+) -> PromptGraphs | None:
+    """Recorded steps with prompts, where decoding is recorded, whose spare page they share."""
+    if graphs is None or not RECORDS_PROMPTS:
+        return None
+    if reason := obstacle(model, pages):
+        warnings.warn(f"steps with prompts run op by op, not recorded: {reason}", stacklevel=2)
+        return None
+    room = int(GRAPHS_SHARE * torch.cuda.mem_get_info(pages.device)[0])
+    return PromptGraphs(model, pages, [graphs.spare_page], scheduler.longest, config.max_running, room)
+
+
+def record_steps(runner: Runner, scheduler: Scheduler, config: EngineConfig) -> None:
+    """Have the runner's steps recorded, as far as they can be."""
+    parts = (runner.model, runner.pages, scheduler, config)
+    runner.graphs = new_graphs(*parts)
+    runner.prompts = new_prompts(*parts, runner.graphs)
 
 
 def _can_record_drafts(model: K3, pages: Pages, rows: int) -> bool:

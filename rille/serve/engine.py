@@ -24,7 +24,7 @@ from torch import Tensor
 from rille.interrupts import held
 from rille.misspelt import check_names, named
 from rille.model.model import K3
-from rille.serve.assemble import count_pages, load, model_stop_ids, new_drafter, new_graphs, new_scheduler
+from rille.serve.assemble import count_pages, load, model_stop_ids, new_drafter, new_scheduler, record_steps
 from rille.serve.generate import check_pair
 from rille.serve.grammar import Matcher, Vocabulary
 from rille.serve.handle import RequestHandle
@@ -89,7 +89,7 @@ class Engine:
         self.runner = Runner(self.model, self.pages, deterministic=self.config.deterministic)
         self.drafter = new_drafter(self.model, self.config, None if isinstance(drafter, str) else drafter)
         self.runner.keeps_hidden = self.drafter is not None and self.drafter.reads_hidden
-        self.runner.graphs = new_graphs(self.model, self.pages, self.scheduler, self.config)
+        record_steps(self.runner, self.scheduler, self.config)
         self._handles: dict[str, RequestHandle] = {}
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._lock, self._numbers, self._pending = Lock(), itertools.count(1), 0

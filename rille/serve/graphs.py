@@ -138,9 +138,9 @@ class Slate:
 class StaticBatch(Batch):
     """`Batch` over tensors that stay where they are."""
 
-    def __init__(self, pages: Pages, slate: Slate) -> None:
+    def __init__(self, pages: Pages, table: Tensor, slots: Tensor) -> None:
         self._pages, self._rows, self.inputs = pages, None, {}
-        self._table, self._slots = slate.table, list(slate.slots)
+        self._table, self._slots = table, list(slots)
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,7 +188,7 @@ class DecodeGraphs:
         most_drafts: int = 0,
         captures: bool = True,
     ) -> None:
-        self._model, self._pages, self._spare_page, self._captures = model, pages, spare_page, captures
+        self._model, self._pages, self.spare_page, self._captures = model, pages, spare_page, captures
         self._sizes, self.most_drafts = sorted(sizes), most_drafts
         self._widest = -(-longest // pages.layout.page_tokens) + 1
         self._slates: dict[Shape, Slate] = {}
@@ -245,13 +245,13 @@ class DecodeGraphs:
             self._slates[shape] = Slate.new(shape, self._pages.layout.groups, self._pages.device)
         slate = self._slates[shape]
         if not self._captures:
-            slate.fill(self._turn, parts, lots, self._spare_page)
+            slate.fill(self._turn, parts, lots, self.spare_page)
             packing = Packing.of([shape.tokens] * len(parts), [p.start for p in parts], self._pages.device)
             return self._forward(slate, packing, way)
         if (shape, way) not in self._recorded:
             self._recorded[shape, way] = self._record(slate, way)
         recording = self._recorded[shape, way]
-        slate.fill(self._turn, parts, lots, self._spare_page)
+        slate.fill(self._turn, parts, lots, self.spare_page)
         recording.graph.replay()
         return recording.logits[: len(parts)], recording.figures
 
@@ -272,7 +272,7 @@ class DecodeGraphs:
         return Shape(next(size for size in self._sizes if size >= len(parts)), width, tokens)
 
     def _record(self, slate: Slate, way: Way) -> Recording:
-        slate.fill(self._turn, [], [], self._spare_page)
+        slate.fill(self._turn, [], [], self.spare_page)
         packing, early = self._static_packing(slate), slate.tokens.numel() <= CHAINED_TOKENS
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -305,8 +305,9 @@ class DecodeGraphs:
         given = (slate.tokens, slate.sources, self._drawn, slate.positions)
         tokens_N = step_tokens(*given, packing.history, places_N)
         tokens_ST = tokens_N.view(slate.tokens.shape)
-        trial = Trial(self._pages, slate.table, slate.slots, self._bench, self._spare_page) if drafted else None
-        hidden_ND = self._model(tokens_N, Context(packing, trial or StaticBatch(self._pages, slate)))
+        trial = Trial(self._pages, slate.table, slate.slots, self._bench, self.spare_page) if drafted else None
+        batch = trial or StaticBatch(self._pages, slate.table, slate.slots)
+        hidden_ND = self._model(tokens_N, Context(packing, batch))
         logits_NW = linear(hidden_ND, self._model.head_weight)
         drawn_N, figures_3N = choose_unchanged(logits_NW, slate.lots, way)
         drawn_ST = drawn_N.view(tokens_ST.shape)

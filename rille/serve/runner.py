@@ -30,6 +30,7 @@ from rille.packing import Packing, moved
 from rille.serve.graphs import DecodeGraphs
 from rille.serve.paged import Batch, Pages, Saving
 from rille.serve.prefix import Holding
+from rille.serve.prompts import PromptGraphs
 from rille.serve.sequences import Part
 from rille.serve.sequences import Sequence as Choice
 
@@ -50,12 +51,13 @@ class Ran:
 
 class Runner:
     """A model and its pages. keeps_hidden: hand out the final hidden states, for a drafter that reads them. graphs: for
-    steps that only decode."""
+    steps that only decode; prompts: for others."""
 
     def __init__(self, model: K3, pages: Pages, *, deterministic: bool = False) -> None:
         self.model, self.pages, self.deterministic = model, pages, deterministic
         self.keeps_hidden = False
         self.graphs: DecodeGraphs | None = None
+        self.prompts: PromptGraphs | None = None
         self._features: dict[int, Tensor] = {}
 
     @torch.inference_mode()
@@ -63,6 +65,8 @@ class Runner:
         """Run the parts; deterministic: each as a batch of its own."""
         if self.graphs is not None and not self.keeps_hidden and self.graphs.can_run(parts):
             return Ran(self.graphs.run(parts), [1] * len(parts), list(range(len(parts))), None, {}, {})
+        if self.prompts is not None and not self.keeps_hidden and (logits_RW := self.prompts.run(parts)) is not None:
+            return Ran(logits_RW, [int(part.ends) for part in parts], [], None, {}, {})
         groups = [[part] for part in parts] if self.deterministic else [list(parts)]
         results = [self._forward(group, with_experts) for group in groups]
         if len(results) == 1:

@@ -176,6 +176,7 @@ def test_drafts_are_recorded_where_they_can_be(monkeypatch, settings, most):
     scheduler = Engine(model, num_pages=60, hash_unit=64).scheduler
     pages = SimpleNamespace(device=torch.device("cuda"), layout=layout, clear=lambda pages: None)
     monkeypatch.setattr(assemble, "DecodeGraphs", lambda *args: args[-1])
+    monkeypatch.setattr(assemble, "obstacle", lambda *args, **options: "")
 
     def made(can, free):
         monkeypatch.setattr(assemble, "can_try", lambda model: can)

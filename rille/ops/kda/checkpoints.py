@@ -48,12 +48,13 @@ class Places:
             if list(some) != sorted(set(some)) or not all(0 < tokens <= length for tokens in some):
                 raise ValueError(f"kda checkpoints: {list(some)} of sequence {s} must rise and lie in 1..{length}")
         kept = [(s, tokens) for s, some in enumerate(places) for tokens in some]
-        inside = [p for p, (s, tokens) in enumerate(kept) if tokens % CHUNK and tokens < packing.lengths[s]]
+        inside = inside_chunks(kept, packing.lengths)
         start, device = np.cumsum((0, *packing.lengths)).tolist(), packing.device
         spans = [(start[s] + tokens // CHUNK * CHUNK, tokens % CHUNK) for s, tokens in (kept[p] for p in inside)]
         rows_R = np.concatenate([np.empty(0, np.int64), *(np.arange(at, at + count) for at, count in spans)])
         spans_M2, spans_Q2 = packing.chunks(CHUNK).spans, torch.tensor(spans, dtype=torch.int32).view(-1, 2)
-        parts = slots_by_chunk(packing, kept, inside)
+        first = np.cumsum((0, *packing.chunks(CHUNK).per_sequence)).tolist()
+        parts = slots_by_chunk(first, kept, inside, len(kept))
         return cls(
             len(kept),
             moved(torch.tensor(sum(parts, []), dtype=torch.int64), device),
@@ -80,11 +81,18 @@ class Places:
         return checkpoints_M, Between(self.rows, self.packing, self.spans, self.first, slots_Q, before, after)
 
 
-def slots_by_chunk(packing: Packing, kept: list[tuple[int, int]], inside: list[int]) -> list[list[int]]:
-    """`Places.index` in parts. inside: which of the kept states lie between the ends of chunks. The first of them in a
-    chunk takes the state at the chunk's beginning in its own slot, unless that is kept itself."""
-    first = np.cumsum((0, *packing.chunks(CHUNK).per_sequence)).tolist()
-    own, nowhere = len(kept), len(kept) + packing.num_sequences
+def inside_chunks(kept: Sequence[tuple[int, int]], lengths: Sequence[int]) -> list[int]:
+    """Which of the places (a sequence, and after how many of its tokens) lie between the ends of chunks."""
+    return [p for p, (s, tokens) in enumerate(kept) if tokens % CHUNK and tokens < lengths[s]]
+
+
+def slots_by_chunk(
+    first: Sequence[int], kept: Sequence[tuple[int, int]], inside: Sequence[int], own: int
+) -> list[list[int]]:
+    """`Places.index` in parts. first: chunk of each sequence, and their number; own: where the slots of the sequences
+    begin, behind those of the kept states. inside: as in `inside_chunks`. The first of them in a chunk takes the state
+    at the chunk's beginning in its own slot, unless that is kept itself."""
+    nowhere = own + len(first) - 1
     ends = [(p, *place) for p, place in enumerate(kept) if p not in set(inside)]
     taken = {first[s] + (tokens - 1) // CHUNK: p for p, s, tokens in ends}
     before, after = [], []
@@ -96,4 +104,4 @@ def slots_by_chunk(packing: Packing, kept: list[tuple[int, int]], inside: list[i
             after.append((source, p))
     by_chunk = [taken.get(m, nowhere) for m in range(first[-1])]
     copied = [[pair[end] for pair in pairs] for pairs in (before, after) for end in (0, 1)]
-    return [by_chunk, inside, *copied]
+    return [by_chunk, list(inside), *copied]

@@ -17,14 +17,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rille.ops.mla import decode_kernels
 from rille.ops.mla.cache import LatentCache
+from rille.ops.mla.classes import SHORT, WHOLE_SEQUENCE, classes
 from rille.ops.mla.launch import INTERPRET, LOG2E, rows_described
 from rille.ops.mla.tiles import cover
 from rille.ops.registering import op
-from rille.packing import Packing, moved
+from rille.packing import Packing
 
-SHORT = 16  # new tokens of a sequence up to which its cached rows are split among programs
 MOST_SPLITS = 64
-WHOLE_SEQUENCE = 2**30
 WIDEST_VALUE, WIDEST_REST = 512, 256
 PARTS, STREAM = True, True  # the kernels in Gluon for many and for few queries, where they fit
 BLOCK, TAIL = 64, 16  # cached rows of a step, and of a step over the last rows
@@ -77,22 +76,6 @@ def latent_attention(q_NHR: Tensor, cache: LatentCache, packing: Packing, scale:
         plans.extend(int(number) for number in plan(H, most, room, cache.scales is not None))
     batch = (packing.starts, packing.history, members, tokens, plans)
     return latent_op(q_NHR, cache.pool, cache.scales, cache.table, *batch, value_width, scale)
-
-
-def classes(packing: Packing) -> list[tuple[int, Tensor]]:
-    """The sequences with few new tokens and those with more, and the most that one has. A power of two, so that a
-    change of the longest within a power changes neither launch nor bits."""
-    name = "latent classes"
-    if name not in packing.derived:
-        found = []
-        for low, high in ((0, SHORT), (SHORT, WHOLE_SEQUENCE)):
-            members = [s for s, length in enumerate(packing.lengths) if low < length <= high]
-            if members:
-                longest = max(packing.lengths[s] for s in members)
-                members = moved(torch.tensor(members, dtype=torch.int32), packing.device)
-                found.append((1 << (longest - 1).bit_length(), members))
-        packing.derived[name] = found
-    return packing.derived[name]
 
 
 @op("rille::latent_attention")
