@@ -30,7 +30,13 @@ def unpark(
     pages = cache.store.allocate(num_latents + cache.groups)
     if pages is None:
         return None
-    tier.get(name, pages)
+    is_back = False
+    try:
+        tier.get(name, pages)
+        is_back = True
+    finally:
+        if not is_back:
+            cache.store.pool.give(pages)
     tier.drop(name)
     latents = [Entry((page,), (place + 1) * cache.page_tokens) for place, page in enumerate(pages[:num_latents])]
     return Holding(chain, length, latents, tuple(pages[num_latents:]), registered=length, is_private=is_private)

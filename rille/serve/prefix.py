@@ -110,21 +110,31 @@ class PrefixCache:
         return Admission(holding, match.resumed, tuple(copies), clear, self._fork(chain, match.resumed, seen))
 
     def _take_in(self, chain: Chain, match: Match, alone: bool) -> tuple[Holding, list[Copy]] | None:
-        """Pin, allocate, and say what must be copied; all or nothing."""
+        """Pin, allocate, and say what must be copied; all or nothing, where the tier fails too."""
         whole = match.resumed // self.page_tokens
         own = [place for place, source in enumerate(match.latents) if place >= whole or isinstance(source, bytes)]
         pinned = [entry for entry in (*match.latents, match.checkpoint) if isinstance(entry, Entry)]
         sources = [*(match.latents[place] for place in own), match.checkpoint]
         spent = [source for source in sources if alone and isinstance(source, Entry) and not source.refs]
+        names = [name for name in (*match.latents, match.checkpoint) if isinstance(name, bytes)]
         for entry in pinned:
             self.store.pin(entry)
-        pages = self.store.allocate(self.groups + len(own) - sum(len(entry.pages) for entry in spent))
-        names = [name for name in (*match.latents, match.checkpoint) if isinstance(name, bytes)]
-        if pages is None or not self._are_outside(names):
-            self.store.pool.give(pages or ())
-            for entry in pinned:
-                self.store.unpin(entry)
-            return None
+        pages = taken = None
+        try:
+            pages = self.store.allocate(self.groups + len(own) - sum(len(entry.pages) for entry in spent))
+            if pages is not None and self._are_outside(names):
+                taken = self._hold(chain, match, own, spent, pages)
+            return taken
+        finally:
+            if taken is None:
+                self.store.pool.give(pages or ())
+                for entry in pinned:
+                    self.store.unpin(entry)
+
+    def _hold(
+        self, chain: Chain, match: Match, own: list[int], spent: list[Entry], pages: list[int]
+    ) -> tuple[Holding, list[Copy]]:
+        """own: places of a match whose latents are copied or fetched, to `pages`; spent: what is taken over."""
         for entry in spent:
             self.store.withdraw(entry)
         fresh, copies = iter(pages), []
@@ -347,11 +357,16 @@ class PrefixCache:
         return True
 
     def withdraw(self, holding: Holding) -> None:
-        """Let nobody find what this sequence itself has written."""
+        """Let nobody find any of its tokens: neither what it has written itself nor what it went on from, which may be
+        where the fault came from, and would be one for ever."""
         holding.is_private = True
-        for entry in (*holding.latents[holding.shared :], *holding.made):
-            if entry.keys and entry.position > holding.shared * self.page_tokens:
-                self.store.abandon(entry)
+        chain, P = holding.chain, self.page_tokens
+        keys = dict.fromkeys(chain.boundaries(len(chain)))
+        ends = [place * self.unit + rest for place, key in enumerate(keys) for rest in self.store.ends(key)]
+        for position in (*range(P, len(chain) + 1, P), *(end for end in ends if end <= len(chain))):
+            keys[chain.at(position)] = None
+        for key in keys:
+            self.store.forget(key)
 
     def _deepest_state(self, holding: Holding) -> int:
         if not self.groups:

@@ -200,11 +200,12 @@ class Store:
         return self.pool.take(number)
 
     def _evict(self) -> None:
-        while not _is_current(item := heapq.heappop(self._heap)):
-            pass
-        entry = item[-1]
-        if self.tier is not None:
+        while not _is_current(self._heap[0]):
+            heapq.heappop(self._heap)
+        entry = self._heap[0][-1]
+        if self.tier is not None:  # before anything is changed: a tier may fail
             self.tier.put([_name(key, entry.is_state) for key in entry.keys], entry.pages)
+        heapq.heappop(self._heap)
         self.num_evictable -= len(entry.pages)
         self.withdraw(entry)
         self.pool.give(entry.pages)
@@ -221,6 +222,15 @@ class Store:
         if entry.refs == 0:
             self.num_evictable -= len(entry.pages)
             self.pool.give(entry.pages)
+
+    def forget(self, key: bytes) -> None:
+        """Abandon whatever a hash finds, here and in the tier."""
+        state = self._states.get(key)
+        for entry in (*self._latents.get(key, ()), *(() if state is None else (state,))):
+            self.abandon(entry)
+        if self.tier is not None:
+            self.tier.drop(_name(key, True))
+            self.tier.drop(_name(key, False))
 
     def withdraw(self, entry: Entry) -> None:
         for key in entry.keys:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 
@@ -21,6 +22,14 @@ class Tier(Protocol):
     def drop(self, key: bytes) -> None: ...
 
 
+@dataclass(eq=False, slots=True)
+class _Kept:
+    """keys: what it is still found by."""
+
+    keys: set[bytes]
+    contents: list[Any]
+
+
 class HostTier:
     """At most `num_pages` pages in this process's memory, the oldest forgotten first.
 
@@ -30,36 +39,43 @@ class HostTier:
     def __init__(self, num_pages: int, read: Callable[[int], Any], write: Callable[[int, Any], None]) -> None:
         self.num_pages, self.num_used = num_pages, 0
         self._read, self._write = read, write
-        self._held: OrderedDict[tuple[bytes, ...], list[Any]] = OrderedDict()
-        self._names: dict[bytes, tuple[bytes, ...]] = {}
+        self._held: dict[bytes, _Kept] = {}
+        self._by_age: OrderedDict[_Kept, None] = OrderedDict()
 
     def put(self, keys: Sequence[bytes], pages: Sequence[int]) -> None:
+        """Of two contents under one key the newer one is found by it; the older one stays under its other keys: pages
+        that begin alike and end otherwise are both needed."""
         if len(pages) > self.num_pages or all(self.has(key) for key in keys):
             return
+        kept = _Kept(set(keys), [self._read(page) for page in pages])
         for key in keys:
-            self.drop(key)
+            if (other := self._held.pop(key, None)) is not None:
+                other.keys.remove(key)
+                if not other.keys:
+                    self._forget(other)
         while self.num_used + len(pages) > self.num_pages:
-            self.drop(next(iter(self._held))[0])
-        name = tuple(keys)
-        self._held[name] = [self._read(page) for page in pages]
-        self._names |= dict.fromkeys(name, name)
+            self._forget(next(iter(self._by_age)))
+        self._held |= dict.fromkeys(keys, kept)
+        self._by_age[kept] = None
         self.num_used += len(pages)
 
     def has(self, key: bytes) -> bool:
-        return key in self._names
+        return key in self._held
 
     def get(self, key: bytes, pages: Sequence[int]) -> None:
-        name = self._names[key]
-        held = self._held[name]
-        assert len(held) == len(pages), f"{len(held)} pages are kept under this key, {len(pages)} asked"
-        self._held.move_to_end(name)
-        for page, content in zip(pages, held, strict=True):
+        kept = self._held[key]
+        assert len(kept.contents) == len(pages), f"{len(kept.contents)} pages are under this key, {len(pages)} asked"
+        self._by_age.move_to_end(kept)
+        for page, content in zip(pages, kept.contents, strict=True):
             self._write(page, content)
 
     def drop(self, key: bytes) -> None:
         """Forget what lies under a key, and with it under the keys of the same content."""
-        if key in self._names:
-            name = self._names[key]
-            self.num_used -= len(self._held.pop(name))
-            for other in name:
-                del self._names[other]
+        if key in self._held:
+            self._forget(self._held[key])
+
+    def _forget(self, kept: _Kept) -> None:
+        self.num_used -= len(kept.contents)
+        del self._by_age[kept]
+        for key in kept.keys:
+            del self._held[key]

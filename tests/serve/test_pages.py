@@ -52,6 +52,73 @@ def test_a_tier_forgets_the_oldest():
     assert not tier.has(b"x") and tier.has(b"c")
 
 
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("page_tokens", [16, 64, 100])
+def test_the_tier_has_both_of_two_that_begin_alike(page_tokens, order):
+    """Their pages have the hashes of the beginning in common, and each has its own end."""
+    engine = with_tier(60, 300, page_tokens)
+    ends = {n: [*ids(32), *ids(40, seed=n)] for n in order}
+    for n in (*order, *order):
+        engine.serve(ends[n])
+    assert [engine.cache.lookup(Chain(ends[n], UNIT)).resumed for n in order] == [64, 64]
+    engine.cache.store.pool.give(engine.cache.store.allocate(60))
+    assert [engine.cache.lookup(Chain(ends[n], UNIT), external=True).resumed for n in order] == [64, 64]
+    assert [engine.serve(ends[n]) for n in order] == [64, 64]
+
+
+def test_of_contents_under_one_key_the_newer_is_found():
+    memory = FakeMemory(4, 2, 1)
+    tier = HostTier(3, memory.read, memory.write)
+    for page, keys in enumerate(([b"a", b"b"], [b"a", b"c"], [b"b", b"d"])):
+        memory.pages[page] = [page, page]
+        tier.put(keys, [page])
+    assert tier.num_used == 2, "nothing finds the first one any more"
+    for key, page in ((b"a", 1), (b"c", 1), (b"b", 2), (b"d", 2)):
+        tier.get(key, [3])
+        assert memory.pages[3] == [page, page]
+    tier.drop(b"d")
+    assert not tier.has(b"b") and tier.has(b"a") and tier.num_used == 1
+
+
+class Failing(HostTier):
+    """At the call number `left` of one of its methods."""
+
+    left = 0
+
+    def fail(self):
+        self.left -= 1
+        if self.left == 0:
+            raise OSError("the other side is gone")
+
+    def get(self, key, pages):
+        self.fail()
+        super().get(key, pages)
+
+    def put(self, keys, pages):
+        self.fail()
+        super().put(keys, pages)
+
+
+@pytest.mark.parametrize("call", range(1, 9))
+def test_a_tier_that_fails_half_way_leaves_everything_as_it_was(call):
+    """To the caller it is a fault; no page is lost, nothing is half fetched, and the next time all of it works."""
+    engine = FakeEngine(30, groups=2, retention=Retention(interval=0))
+    tier = engine.cache.store.tier = Failing(100, engine.memory.read, engine.memory.write)
+    first, second = ids(100), ids(300, seed=1)
+    engine.serve(first)
+    holding, _ = engine.prefill(second)  # evicts some
+    tier.left = call
+    with pytest.raises(OSError, match="gone"):
+        while True:
+            engine.cache.store.pool.give(engine.cache.store.allocate(engine.cache.available))
+            admission = engine.admit(first)
+            engine.cache.release(admission.holding)
+    audit(engine.cache, [holding])
+    assert engine.serve(first) == 96
+    engine.cache.release(holding)
+    assert len(engine.cache.store.allocate(30)) == 30, "all can be evicted"
+
+
 # --- pages ---
 
 
