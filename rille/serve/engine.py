@@ -16,7 +16,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, RLock, Thread, current_thread
-from time import perf_counter
+from time import perf_counter, sleep
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from rille.serve.grammar import Matcher, Vocabulary
 from rille.serve.handle import RequestHandle
 from rille.serve.paged import Pages
 from rille.serve.reply import Reply
-from rille.serve.requests import check_request, collect, picture_spans
+from rille.serve.requests import check_request, collect, picture_spans, requests_of
 from rille.serve.resident import Rest
 from rille.serve.runner import Runner
 from rille.serve.schema import (
@@ -38,6 +38,7 @@ from rille.serve.schema import (
     EngineStats,
     FinishReason,
     Output,
+    QueueFull,
     Refused,
     Request,
     SamplingParams,
@@ -50,6 +51,8 @@ from rille.serve.stepping import Stepper
 from rille.serve.totals import Totals
 from rille.serve.warm import warm_up
 from rille.text.vocabulary import Tokenizer
+
+FULL_S = 0.005  # between two looks at a queue that others fill
 
 
 class Engine:
@@ -157,13 +160,22 @@ class Engine:
 
     def submit(self, request: Request) -> RequestHandle:
         """As `schema.ServingEngine.submit`."""
-        matchers = self._matchers(request)
+        handle = self._hand_in(request, self._matchers(request))
+        assert handle is not None
+        return handle
+
+    def _hand_in(
+        self, request: Request, matchers: Sequence[Matcher | None], *, waits: bool = False
+    ) -> RequestHandle | None:
+        """waits: where the queue is full there is no handle, and no refusal."""
         seed = request.params.seed if request.params.seed is not None else secrets.randbits(63)
         came = perf_counter()
         with self._lock:  # whoever comes at once is counted by who comes next, and whoever closes looks in once more
             try:
                 self._check_room(request)
-            except Refused:
+            except Refused as refusal:
+                if waits and isinstance(refusal, QueueFull):
+                    return None
                 self._totals.refused += 1
                 raise
             id = request.id or f"request-{next(self._numbers)}"
@@ -185,28 +197,25 @@ class Engine:
     ) -> list[list[Completion]]:
         """Continue prompts: for each the list of its `n` choices, ids in and out.
 
-        params: for all, one for each, or the defaults. Works with the engine's thread and without. More prompts than
-        may wait are handed in as others finish. Raises ValueError and `Refused` for prompts that cannot run.
+        params: for all, one for each, or the defaults. Works with the engine's thread and without, from several threads
+        too. More prompts than may wait are handed in as others finish, whoever's those are. Raises ValueError and
+        `Refused` for prompts that cannot run.
         """
-        if isinstance(prompts, str) or not isinstance(prompts, Iterable):
-            raise ValueError(f"prompts is {prompts!r:.80}; give a list of lists of token ids")
-        params, prompts = params if params is not None else SamplingParams(), list(prompts)
-        if isinstance(params, str | Mapping) or not isinstance(params, SamplingParams | Iterable):
-            raise ValueError(f"params is {params!r:.80}; give SamplingParams, or one for each prompt")
-        every = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(every) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts but {len(every)} sampling parameters; give one, or one for each")
-        requests = [Request(prompt=_ids(prompt), params=p) for prompt, p in zip(prompts, every, strict=True)]
+        requests = requests_of(prompts, params)
         for request in requests:
             check_request(request, self.model.config, self.tokenizer)
         results: list[list[Completion]] = []
         open_handles: deque[tuple[RequestHandle, Request]] = deque()
         try:
             for request in requests:
-                while len(open_handles) >= max(1, self.config.max_queued // max(request.params.n, 1)):
+                matchers = self._matchers(request)
+                while (handle := self._hand_in(request, matchers, waits=True)) is None:
+                    if not open_handles:
+                        self._pass_time()
+                        continue
                     results.append(collect(*open_handles[0]))
                     open_handles.popleft()
-                open_handles.append((self.submit(request), request))
+                open_handles.append((handle, request))
             while open_handles:
                 results.append(collect(*open_handles[0]))
                 open_handles.popleft()
@@ -214,6 +223,11 @@ class Engine:
             for handle, _ in open_handles:  # of prompts that nobody will read, since another was refused
                 self.abort(handle.id)
         return results
+
+    def _pass_time(self) -> None:
+        """Until requests of others have moved on."""
+        if not self._advance():
+            sleep(FULL_S)
 
     def update_weights(self, named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace weights in place, between two steps; what is cached from before is not found any more.
@@ -234,6 +248,8 @@ class Engine:
             if not isinstance(tensor, Tensor) or tensor.is_floating_point() != there[name].is_floating_point():
                 found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
                 raise ValueError(f"update_weights: {name} is {found}, the model's is {there[name].dtype}")
+            if tensor.is_meta or tensor.layout is not torch.strided:
+                raise ValueError(f"update_weights: {name} holds no plain values ({tensor.device}, {tensor.layout})")
             if tensor.shape != there[name].shape:
                 raise ValueError(
                     f"update_weights: {name} has shape {list(tensor.shape)}, the model's {list(there[name].shape)}"
@@ -377,9 +393,3 @@ class Engine:
             return False
         self.step()
         return True
-
-
-def _ids(prompt: Sequence[int]) -> tuple[int, ...]:
-    if isinstance(prompt, str | bytes) or not isinstance(prompt, Iterable):
-        raise ValueError(f"a prompt is {prompt!r:.80}; give a list of token ids for each")
-    return tuple(prompt)

@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
 from rille.model.config import K3Config
 from rille.model.media import checked_grids, feature_rows
 from rille.serve.chain import Span
 from rille.serve.handle import RequestHandle
-from rille.serve.schema import Completion, Finished, Request, TokenOutput
+from rille.serve.schema import Completion, Finished, Request, SamplingParams, TokenOutput
 from rille.text.vocabulary import Tokenizer
+
+
+def requests_of(
+    prompts: Iterable[Sequence[int]], params: SamplingParams | Iterable[SamplingParams] | None
+) -> list[Request]:
+    """What `Engine.generate` is asked. Raises ValueError where that is not prompts, and parameters for all or for
+    each."""
+    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts is {prompts!r:.80}; give a list of lists of token ids")
+    params, prompts = params if params is not None else SamplingParams(), list(prompts)
+    if isinstance(params, str | Mapping) or not isinstance(params, SamplingParams | Iterable):
+        raise ValueError(f"params is {params!r:.80}; give SamplingParams, or one for each prompt")
+    every = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    if len(every) != len(prompts):
+        raise ValueError(f"{len(prompts)} prompts but {len(every)} sampling parameters; give one, or one for each")
+    return [Request(prompt=_ids(prompt), params=p) for prompt, p in zip(prompts, every, strict=True)]
+
+
+def _ids(prompt: Sequence[int]) -> tuple[int, ...]:
+    if isinstance(prompt, str | bytes) or not isinstance(prompt, Iterable):
+        raise ValueError(f"a prompt is {prompt!r:.80}; give a list of token ids for each")
+    return tuple(prompt)
 
 
 def check_request(request: Request, c: K3Config, tokenizer: Tokenizer | None) -> None:

@@ -204,8 +204,7 @@ class Request:
     def __post_init__(self) -> None:
         if isinstance(self.prompt, str | bytes) or not isinstance(self.prompt, Iterable):
             raise ValueError(f"the prompt is {self.prompt!r:.80}; give a list of token ids")
-        if not isinstance(self.prompt, Collection):  # an iterator, which is read once
-            object.__setattr__(self, "prompt", tuple(self.prompt))
+        object.__setattr__(self, "prompt", tuple(self.prompt))  # whoever gave a list may go on writing in it
         if not len(self.prompt):
             raise ValueError("the prompt has no tokens; give at least one")
         kinds = set(map(type, self.prompt))  # few, of however many tokens

@@ -173,6 +173,8 @@ def accept(p_RW: Tensor, draft: Draft, rows: Sequence[Row]) -> list[int]:
             tokens.append(guess)
             continue
         rest_W = (p_W - q_W).clamp(min=0)
+        if not rest_W.sum() > 0:  # only where q is no distribution: nothing that came from it counts
+            rest_W = p_W
         return [*tokens, pick(rest_W, uniform(row.seed, row.choice, row.place, b"rest"))]
     row = rows[len(draft.tokens)]
     return [*tokens, pick(p_RW[len(draft.tokens)], uniform(row.seed, row.choice, row.place))]

@@ -113,11 +113,13 @@ def written(handle):
 
 
 def test_several_threads_may_ask_an_engine_without_one(model):
-    served = engine(model, num_pages=20)
+    served = engine(model, num_pages=20, max_running=2, max_queued=1)
     prompts = [prompt(40 + 11 * n, seed=n) for n in range(6)]
     with ThreadPoolExecutor(3) as pool:
-        results = list(pool.map(lambda ids: served.generate([ids], GREEDY)[0][0].tokens, prompts))
-    assert results == [alone(model, ids, 12) for ids in prompts]
+        results = list(
+            pool.map(lambda two: served.generate(two, GREEDY), zip(prompts[::2], prompts[1::2], strict=True))
+        )
+    assert [one.tokens for some in results for (one,) in some] == [alone(model, ids, 12) for ids in prompts]
     assert is_whole(served)
 
 

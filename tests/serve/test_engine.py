@@ -158,6 +158,51 @@ def test_a_fault_of_one_is_its_own(model):
     assert served.scheduler.cache.available == 120
 
 
+@pytest.mark.parametrize("host_gib", [0.0, 0.01])
+@pytest.mark.parametrize("kind", ["states", "latents"])
+@pytest.mark.parametrize("length", [63, 128, 200])
+def test_what_is_stored_and_no_number_fails_once(kind, length, host_gib):
+    """A bit that fell over in a checkpoint, in a page, in what was written back: who goes on from there fails, and the
+    next one computes it anew."""
+    served = engine(new_model(MODEL.replace(init_std=0.2), seed=3), num_pages=40, host_gib=host_gib)
+    ids = prompt(length + 64)
+    served.generate([ids], GREEDY)
+    for entry in served.scheduler.cache.store.entries():
+        for layer, pool in getattr(served.pages, kind).items() if entry.is_state == (kind == "states") else ():
+            pool[entry.pages[served.pages.group_of[layer] if entry.is_state else 0]] = math.nan
+    if host_gib:
+        store = served.scheduler.cache.store
+        store.pool.give(store.allocate(40))
+    longer = [[*ids, n] for n in range(3)]
+    results = [served.generate([one], GREEDY)[0][0] for one in longer]
+    assert [one.reason for one in results] == ["error", "length", "length"]
+    assert [one.tokens for one in results[1:]] == [alone(served.model, one) for one in longer[1:]]
+    assert results[2].usage.cached_tokens >= length // 64 * 64
+    audit_scheduler(served.scheduler)
+    assert served.scheduler.cache.available == 40
+
+
+def test_a_list_that_grows_meanwhile_is_another_prompt(model):
+    """Whoever gives a list goes on writing in it."""
+    served, ids = engine(model), prompt(70)
+    want = alone(model, ids)
+    for output in served.submit(Request(prompt=ids, params=GREEDY)):
+        ids.append(output.token if hasattr(output, "token") else 0)
+    assert tuple(ids[70:]) == (*want, 0) and output.usage.prompt_tokens == 70
+
+
+@pytest.mark.parametrize("queued", [0, 1, 8])
+def test_more_than_may_wait_are_handed_in_as_others_finish(model, queued):
+    """Requests of one choice and of many, and others who fill the queue."""
+    served = engine(model, max_running=2, max_queued=queued)
+    every = [SamplingParams(max_tokens=1 + n % 3, temperature=0, n=(1, 2, max(queued, 2))[n % 3]) for n in range(9)]
+    others = [served.submit(Request(prompt=prompt(9), params=GREEDY)) for _ in range(2)]
+    results = served.generate([prompt(5 + n) for n in range(9)], every)
+    for n, (some, params) in enumerate(zip(results, every, strict=True)):
+        assert [one.tokens for one in some] == [alone(model, prompt(5 + n), params.max_tokens)] * params.n
+    assert [list(handle)[-1].reason for handle in others] == ["length"] * 2 and not served.stats().refused
+
+
 def test_new_weights(model):
     other = new_model(MODEL.replace(init_std=0.2), seed=9)
     served = engine(new_model(MODEL.replace(init_std=0.2), seed=3))
@@ -171,6 +216,12 @@ def test_new_weights(model):
         served.update_weights({}, 0)
     with pytest.raises(ValueError, match="embed is torch.complex64"):
         served.update_weights({"embed": other.embed.to(torch.complex64)}, 1)
+    for none in (torch.empty_like(other.norm, device="meta"), other.norm.detach().to_sparse()):
+        with pytest.raises(
+            ValueError, match="norm holds no plain values"
+        ):  # with half of it copied it would be neither
+            served.update_weights({**dict(other.named_parameters()), "norm": none}, 1)
+    assert served.generate([ids], GREEDY)[0][0].tokens == before.tokens
     address = served.model.embed.data_ptr()
     served.update_weights(other.named_parameters(), 5)
     after = served.generate([ids], GREEDY)[0][0]

@@ -63,11 +63,13 @@ def test_the_vocabulary_is_read_once_however_many_ask_first(model, tokenizer, mo
     assert len(made) == 1
 
 
-def forks(count):
-    """A form whose every brace opens as many ways to go on as it has alternatives, each with its properties."""
+def forks(count, behind='"x" asked'):
+    """Behind an x a form whose every brace opens as many ways to go on as it has alternatives, each with its
+    properties."""
     ways = [{"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(n)}} for n in range(1, count)]
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"anyOf": ways}}}
-    return continuations("response", response_format=form)
+    grammar = continuations("response", response_format=form)
+    return replace(grammar, lark=grammar.lark.replace("answer: asked", f"answer: {behind}"))
 
 
 class Guesses:
@@ -90,15 +92,15 @@ class Guesses:
 
 @pytest.mark.parametrize("is_guessed", [False, True])
 def test_a_grammar_that_its_compiler_gives_up_ends_its_request_alone(model, tokenizer, is_guessed, capfd):
-    """At the first brace, of tokens that were let through: those beside it, and those who come later, go on."""
-    drafter = Guesses(tokenizer.encode('{"k0":"and so on"')) if is_guessed else None
+    """At the first brace, though it was let through: those beside it, and those who come later, go on."""
+    drafter = Guesses(tokenizer.encode('x{"k0":"and so on"')) if is_guessed else None
     served = Engine(model, tokenizer=tokenizer, num_pages=60, hash_unit=64, drafter=drafter, adaptive_drafts=False)
     free = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
     [[want]] = served.generate([[1, 2]], free)
     few, many = (SamplingParams(max_tokens=30, seed=1, grammar=forks(count)) for count in (5, 60))
     [[written], [given_up], [beside]] = served.generate([[1, 2]] * 3, [few, many, free])
     assert written.reason in ("stop", "length") and written.tokens
-    assert given_up.reason == "error" and given_up.usage.completion_tokens == len(given_up.tokens) == 0
+    assert given_up.reason == "error" and given_up.usage.completion_tokens == len(given_up.tokens) == 1
     assert "cannot be followed any further" in given_up.error and len(given_up.error) < 300
     assert beside.tokens == served.generate([[1, 2]], free)[0][0].tokens == want.tokens
     audit_scheduler(served.scheduler)
@@ -107,10 +109,9 @@ def test_a_grammar_that_its_compiler_gives_up_ends_its_request_alone(model, toke
 
 def test_a_guess_at_which_the_compiler_gives_up_changes_nothing(model, tokenizer, capfd):
     """A reply that goes another way than its guesses is written to its end."""
-    [brace], grammar = tokenizer.encode("{"), forks(60)
-    either = replace(grammar, lark=grammar.lark.replace("answer: asked", 'answer: (asked | "ab")'))
+    [brace], results = tokenizer.encode("{"), []
+    either = forks(60, behind='"x" (asked | "ab")')
     params = SamplingParams(max_tokens=40, seed=2, grammar=either, logit_bias={brace: -1e6})
-    results = []
     for drafter in (None, Guesses([brace] * 40)):
         served = Engine(model, tokenizer=tokenizer, num_pages=60, hash_unit=64, drafter=drafter, adaptive_drafts=False)
         [[one]] = served.generate([[1, 2]], params)

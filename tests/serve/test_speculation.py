@@ -71,6 +71,18 @@ def test_greedy_by_rejection_is_greedy():
     assert [one.token for one in drawn] == greedy[:2]
 
 
+@pytest.mark.parametrize("q", [0.0, 1.0, 1e30, math.nan, math.inf])
+def test_guesses_from_no_distribution_change_nothing(q):
+    """Masses that are none, or more than the model's everywhere: what is left of them to draw from is nothing."""
+    logits_RW = torch.randn(3, W, generator=torch.Generator().manual_seed(2))
+    for trial, params in enumerate([SamplingParams(temperature=0)] * 2 + [PARAMS] * 20):
+        rows = [Row(params, trial, place=n) for n in range(3)]
+        p_RW = probabilities(logits_RW, rows)
+        guesses = (trial % W, (trial + 1) % W)
+        drawn = by_rejection(logits_RW, Draft(guesses, torch.full((2, W), q)), rows)
+        assert all(p_RW[place, one.token] > 0 for place, one in enumerate(drawn))
+
+
 def test_k_drafts_need_k_and_one_rows():
     drawn = [Drawn(4), Drawn(5), Drawn(6)]
     assert [count_true(drawn, guesses) for guesses in ((4, 5), (4, 6), (5, 5), ())] == [2, 1, 0, 0]
