@@ -19,7 +19,6 @@ Json = dict[str, Any]
 UsageIn = Literal["none", "last", "every"]
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1024
-MAX_CHOICES = 128
 Limit = Annotated[int, Field(ge=1)]  # of tokens; here, since below it has one name whatever a body calls it
 
 # How the scales of other APIs fall on the three efforts that the model knows; "none" is no thinking.
@@ -65,7 +64,12 @@ class Body(BaseModel):
     def _without_nulls(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        return {key: value for key, value in given.items() if value is not None or key in cls.model_fields}
+        needed = {name for name, field in cls.model_fields.items() if field.is_required()}
+        return {key: value for key, value in given.items() if value is not None or key in needed}
+
+    def given(self, *names: str) -> Json:
+        """Those of the fields that have a value."""
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 class StreamOptions(Body):
@@ -74,9 +78,22 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None  # we never pad
 
 
-class SamplingBody(Body):
-    """Parameters that `/v1/chat/completions` and `/v1/completions` share. The last ones are taken and change nothing
-    here: they say who asks, and where elsewhere a cache or a bill would be kept."""
+class Unheeded(Body):
+    """Parameters of OpenAI's APIs that are taken and change nothing here: they say who asks, and where elsewhere a
+    cache or a bill would be kept."""
+
+    user: str | None = None
+    metadata: Json | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: Json | None = None
+
+
+class SamplingBody(Unheeded):
+    """Parameters that `/v1/chat/completions` and `/v1/completions` share."""
 
     model: str | None = None
     temperature: float | None = None
@@ -96,22 +113,13 @@ class SamplingBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: Json | None = None
-
     def sampling(self) -> Json:
         """Fields of `SamplingParams`, those that were given. Raises ValueError."""
         names = (
             "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed n ignore_eos "
             "min_tokens"
-        ).split()
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        )
+        given = self.given(*names.split())
         if self.logit_bias:
             given["logit_bias"] = read_bias(self.logit_bias)
         if self.stop_token_ids:

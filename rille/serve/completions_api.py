@@ -27,7 +27,7 @@ MAX_PROMPTS = 256
 
 class CompletionBody(SamplingBody):
     prompt: str | list[str] | list[int] | list[list[int]]
-    max_tokens: Limit | None = 16
+    max_tokens: Limit = 16
     logprobs: int | None = None
     echo: bool | None = None
     return_token_ids: bool | None = None

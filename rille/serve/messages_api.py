@@ -60,7 +60,7 @@ class ContextManagement(Body):
 
 class MessagesBody(Body):
     """thread: a conversation that the server would keep; Anthropic's client begins one by itself, and goes on without
-    where it is told so. The last parameters change nothing here, as in `SamplingBody`."""
+    where it is told so. The last parameters change nothing here, as in `Unheeded`."""
 
     model: str
     messages: list[Json]
@@ -88,9 +88,6 @@ class MessagesBody(Body):
             known = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
             text = "thread: this server keeps no conversations; send all messages each time"
             raise ApiError(400, text, code="unsupported", param="thread", details=known)
-        sampling = {
-            key: value for key in ("temperature", "top_p", "top_k") if (value := getattr(self, key)) is not None
-        }
         choice, name, parallel = self._choice()
         thinking, effort = self._effort()
         listed = from_anthropic(self.messages, self.system, self.tools)
@@ -105,7 +102,7 @@ class MessagesBody(Body):
             response_format=self._format(),
             stop=read_stops(self.stop_sequences, "stop_sequences"),
             max_tokens=self.max_tokens,
-            sampling=sampling,
+            sampling=self.given("temperature", "top_p", "top_k"),
             places=listed.places,
         )
 

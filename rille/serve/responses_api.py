@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from uuid import uuid4
 
-from rille.serve.asking import Ask, Body, Json, Limit, read_effort, read_tool_choice
+from rille.serve.asking import Ask, Body, Json, Limit, Unheeded, read_effort, read_tool_choice
 from rille.serve.chat_api import new_call_id
 from rille.serve.errors import ApiError
 from rille.serve.front import Turn
@@ -47,8 +47,9 @@ class TextFormat(Body):
     verbosity: Literal["medium"] | None = None  # the model knows no other
 
 
-class ResponsesBody(Body):
-    """The last parameters change nothing here, as in `SamplingBody`."""
+class ResponsesBody(Unheeded):
+    """`include` can ask for nothing that does not come anyway, and `stream_options` for nothing at all; a response
+    repeats the `metadata`."""
 
     model: str | None = None
     input: str | list[Any]
@@ -69,14 +70,6 @@ class ResponsesBody(Body):
 
     stream_options: StreamOptions | None = None
     include: list[str] | None = None
-    metadata: Json | None = None
-    store: bool | None = None
-    user: str | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: Json | None = None
 
     def ask(self) -> Ask:
         """Raises ValueError."""
@@ -89,7 +82,6 @@ class ResponsesBody(Body):
         thinking, effort = True, "max"
         if self.reasoning is not None and self.reasoning.effort is not None:
             thinking, effort = read_effort(self.reasoning.effort, "reasoning.effort")
-        sampling = {key: value for key in ("temperature", "top_p") if (value := getattr(self, key)) is not None}
         return Ask(
             messages=listed.messages,
             tools=listed.tools,
@@ -100,7 +92,7 @@ class ResponsesBody(Body):
             parallel=self.parallel_tool_calls is not False,
             response_format=self._format(),
             max_tokens=self.max_output_tokens,
-            sampling=sampling,
+            sampling=self.given("temperature", "top_p"),
             places=listed.places,
         )
 

@@ -12,10 +12,11 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 from rille.serve.api import streamed
-from rille.serve.chat_api import ChatBody
+from rille.serve.asking import StreamOptions
+from rille.serve.chat_api import ChatBody, Thinking
 from rille.serve.completions_api import CompletionBody
-from rille.serve.messages_api import CountBody, MessagesBody
-from rille.serve.responses_api import ResponsesBody
+from rille.serve.messages_api import CountBody, MessagesBody, OutputConfig
+from rille.serve.responses_api import ReasoningOptions, ResponsesBody, TextFormat
 from tests.serve.scripted import reply_ids
 from tests.serve.served import serving
 from tests.serve.test_api_chat import FORMAT, SCHEMA, TOOL, USER
@@ -181,6 +182,21 @@ def test_the_others_are_silent_and_the_lists_are_whole(server, path):
     plain = outcome(server, path, base)
     for field in silent:
         assert outcome(server, path, {**base, field: SILENT[field]}) == plain, field
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_null_is_as_if_a_field_were_not_there(path):
+    body, base, _ = BODIES[path]
+    for name in (name for name, field in body.model_fields.items() if not field.is_required()):
+        without = body.model_validate({key: value for key, value in base.items() if key != name})
+        assert body.model_validate({**base, name: None}) == without, name
+    with pytest.raises(ValueError):
+        body.model_validate(dict.fromkeys(base))
+
+
+@pytest.mark.parametrize("part", [StreamOptions, Thinking, OutputConfig, ReasoningOptions, TextFormat])
+def test_null_inside_a_parameter_too(part):
+    assert part.model_validate(dict.fromkeys((*part.model_fields, "unknown"))) == part()
 
 
 def test_counting_takes_what_belongs_to_the_prompt():
