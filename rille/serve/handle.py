@@ -23,7 +23,8 @@ class Alarm:
     Only one thread runs Python at a time, and what the loop's takes the engine's lacks: most of it is a write for each
     reader, however many tokens that has. So after a ring the loop's thread rests five times as long as it worked on it,
     at most 50 ms from one ring to the next: with few readers each token goes out as it comes, with many those of some
-    steps together. Made in the loop's thread.
+    steps together. A reader's first tokens wait for nobody's rest: the loop has worked on the request that asks for
+    them, and the engine had to wait for that anyway. Made in the loop's thread.
     """
 
     def __init__(self) -> None:
@@ -36,6 +37,11 @@ class Alarm:
         if not self._is_ringing and not loop.is_closed():
             self._is_ringing = True
             loop.call_soon_threadsafe(self._ring, loop)
+
+    def greet(self, loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+        """Wake a reader at once who has read nothing yet."""
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(event.set)
 
     def _ring(self, loop: asyncio.AbstractEventLoop) -> None:
         now, worked = perf_counter(), thread_time()
@@ -94,9 +100,15 @@ class RequestHandle:
     async def batches(self) -> AsyncIterator[list[Output]]:
         """The same, all that has come since the last look at once: a reader who is slow looks less often."""
         loop, there = asyncio.get_running_loop(), asyncio.Event()
-        alarm = _ALARMS.setdefault(loop, Alarm())
+        alarm, is_new = _ALARMS.setdefault(loop, Alarm()), True
+
+        def wake() -> None:
+            nonlocal is_new
+            (alarm.greet if is_new else alarm.wake)(loop, there)
+            is_new = False
+
         with self._changed:
-            self._wake = lambda: alarm.wake(loop, there)
+            self._wake = wake
         while self._open:
             there.clear()
             with self._changed:

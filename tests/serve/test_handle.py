@@ -136,3 +136,32 @@ def test_after_a_ring_the_loop_rests_longer_than_it_worked(monkeypatch):
         loop.later.clear()
         for reader in readers:
             reader.rings = 0
+
+
+def test_first_tokens_wait_for_no_rest(monkeypatch):
+    """The loop has worked for long, on requests as they came: who has read nothing yet is woken all the same, others
+    when the rest is over."""
+    clock = {"work": 0.0}
+    monkeypatch.setattr(handle_module, "thread_time", lambda: clock["work"])
+    monkeypatch.setattr(handle_module, "LONGEST_PAUSE_S", 10.0)
+
+    async def first_of(handle, batches):
+        return [one.token for one in await asyncio.wait_for(anext(batches), 5)]
+
+    async def turn():
+        handle = RequestHandle("c", 1)
+        batches = handle.batches()
+        reading = asyncio.ensure_future(first_of(handle, batches))
+        await asyncio.sleep(0.01)
+        clock["work"] += 1.0  # a rest of six seconds from the last ring on
+        handle.put([TokenOutput(0, 5, None)])
+        assert await reading == [5]
+        reading = asyncio.ensure_future(first_of(handle, batches))
+        await asyncio.sleep(0.01)
+        handle.put([TokenOutput(0, 6, None)])
+        await asyncio.sleep(0.01)
+        assert not reading.done()
+        reading.cancel()
+        await asyncio.wait({reading})
+
+    asyncio.run(turn())
