@@ -51,11 +51,6 @@ def load(checkpoint: str | Path | K3, config: EngineConfig) -> tuple[K3, Tokeniz
     return model, tokenizer
 
 
-def model_stop_ids(model: K3, tokenizer: Tokenizer | None) -> frozenset[int]:
-    eos = model.config.eos_id
-    return frozenset({*([] if eos is None else [eos]), *(tokenizer.stop_ids if tokenizer is not None else ())})
-
-
 def count_pages(model: K3, config: EngineConfig) -> int:
     """As asked, or as many as fit the memory. Raises ValueError where that is none, or more than a host has."""
     size = layout_of(model.config, model.dtype).page_bytes

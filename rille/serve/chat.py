@@ -20,7 +20,7 @@ from rille.model.locate import find_checkpoint
 from rille.model.model import K3
 from rille.serve.config import ChatConfig
 from rille.serve.dialogue import ChatEvent, Dialogue, Finished, full, picture_urls
-from rille.serve.generate import Sampler, check_device, check_pair, check_sampling
+from rille.serve.generate import Sampler, check_device, check_pair, check_sampling, model_stop_ids
 from rille.serve.session import Session
 from rille.serve.tools import Toolbox
 from rille.text.chat import Prompt, render
@@ -53,8 +53,7 @@ class Conversation(Dialogue):
         self._model, self._tokenizer = model, tokenizer
         self._image_config = image_config
         self._pictures: dict[str, Images] = {}
-        eos = model.config.eos_id
-        self._stops = {*tokenizer.stop_ids, *([] if eos is None else [eos])}
+        self._stops = model_stop_ids(model, tokenizer)
         self.reset()
 
     def reset(self) -> None:

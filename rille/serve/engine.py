@@ -24,8 +24,8 @@ from torch import Tensor
 from rille.interrupts import held
 from rille.misspelt import check_names, named
 from rille.model.model import K3
-from rille.serve.assemble import count_pages, load, model_stop_ids, new_drafter, new_scheduler, record_steps
-from rille.serve.generate import check_pair
+from rille.serve.assemble import count_pages, load, new_drafter, new_scheduler, record_steps
+from rille.serve.generate import check_pair, model_stop_ids
 from rille.serve.grammar import Matcher, Vocabulary
 from rille.serve.handle import RequestHandle
 from rille.serve.paged import Pages

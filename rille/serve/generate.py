@@ -155,8 +155,7 @@ def continue_text(config: GenerateConfig) -> None:
     tokenizer = load_tokenizer(place)
     model = load_model(place, device=config.device)
     ids = prompt_ids(config.prompt, tokenizer, model)
-    eos = model.config.eos_id
-    stops = {*tokenizer.stop_ids, *([] if eos is None else [eos])}
+    stops = model_stop_ids(model, tokenizer)
     longest = config.max_length if config.max_length is not None else model.config.max_positions
     if len(ids) >= longest:
         raise ValueError(
@@ -190,6 +189,12 @@ def check_pair(tokenizer: Tokenizer, model: K3) -> None:
             f"the tokenizer has {tokenizer.vocab_size:,} tokens, the model only {model.config.vocab_size:,}: "
             "they do not belong together"
         )
+
+
+def model_stop_ids(model: K3, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """The ids that end a reply: the tokenizer's, and the one that the model's config names."""
+    own = () if model.config.eos_id is None else (model.config.eos_id,)
+    return frozenset((*own, *(tokenizer.stop_ids if tokenizer is not None else ())))
 
 
 def prompt_ids(prompt: str, tokenizer: Tokenizer, model: K3) -> list[int]:
