@@ -3,11 +3,15 @@ form must hold on a card."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from rille.ops.kda import backward as kernels
 from rille.ops.kda.backward import Gradients, Inputs, local, prepare, reverse, states
 from rille.ops.kda.forward import INTERPRET, intra
 from rille.packing import Packing
@@ -46,6 +50,24 @@ def draw(bound: float | None, gate: str, dtype: torch.dtype, size: float = 1.0) 
     dv, after, _ = reverse(inputs, prepared, made.t_DMHCC, made.a_MHCC, do, None)
     dv, u, before, after = (x.bfloat16().to(dtype) for x in (dv, u, before, after))
     return inputs, (do, dv, None, u, before, after, prepared.totals_MH4K, prepared.norms_MH4C)
+
+
+@contextmanager
+def launching(*expected: Any, tiled: bool = True) -> Iterator[None]:
+    """Inside this context these kernels of the backward pass are launched and no others: a kernel that is compared with
+    itself would agree. tiled: the Gluon forms where they can run, as a card takes them by itself."""
+    seen, launch = [], kernels.launch
+
+    def noted(kernel: Any, *arguments: Any, **options: Any) -> None:
+        seen.append(kernel)
+        launch(kernel, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("TILED", "TILED_PREPARE", "SOFTPLUS_TILED"):
+            patch.setattr(kernels, name, tiled)
+        patch.setattr(kernels, "launch", noted)
+        yield
+    assert seen == list(expected)
 
 
 def in_bf16(inputs: Inputs, last: Last) -> tuple[Inputs, Last]:

@@ -14,10 +14,14 @@ pytest.importorskip("triton")
 from rille.ops.kda import backward as kernels
 from rille.ops.kda import backward_local_gluon, backward_prepare_gluon, numbers_gluon
 from rille.ops.kda.backward import Gradients, Inputs, local, prepare
+from rille.ops.kda.backward_kernels import prepare_kernel
+from rille.ops.kda.backward_local import local_kernel
+from rille.ops.kda.backward_local_gluon import local_tile_kernel
+from rille.ops.kda.backward_prepare_gluon import prepare_tile_kernel
 from rille.ops.kda.forward import INTERPRET
 from tests.ops.gluon_on_cpu import Kernel
 from tests.ops.gluon_views_on_cpu import kernels_of
-from tests.ops.kda_last_kernel import assert_repeats_and_keeps_nan, in_bf16
+from tests.ops.kda_last_kernel import assert_repeats_and_keeps_nan, in_bf16, launching
 from tests.ops.kda_last_kernel import draw as inputs_of
 
 GATES = ("random", "shut", "open", "shut or open")
@@ -25,15 +29,13 @@ draw = partial(inputs_of, -5.0)
 
 
 @pytest.fixture
-def tiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first and the last kernel are the Gluon ones; without a card their launches are run by Python."""
-    monkeypatch.setattr(kernels, "TILED", True)
-    monkeypatch.setattr(kernels, "TILED_PREPARE", True)
+def by_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches of the Gluon kernels are run by Python where there is no card."""
     if INTERPRET:
         _, last, first = kernels_of(monkeypatch, numbers_gluon, backward_local_gluon, backward_prepare_gluon)
         copies = {
-            backward_local_gluon.local_tile_kernel: last.local_tile_kernel,
-            backward_prepare_gluon.prepare_tile_kernel: first.prepare_tile_kernel,
+            local_tile_kernel: last.local_tile_kernel,
+            prepare_tile_kernel: first.prepare_tile_kernel,
         }
 
         def launch(kernel: Any, programs: int, arguments: tuple, **options: Any) -> None:
@@ -57,20 +59,24 @@ def assert_close(got: Gradients, wanted: Gradients, inputs: Inputs) -> None:
 @pytest.mark.parametrize(("gate", "size"), [("random", 1.0), ("open", 1.0), ("shut or open", 1e6)])
 def test_twins_agree(gate: str, size: float, request: pytest.FixtureRequest) -> None:
     inputs, last = draw(gate, torch.float32, size)
-    wanted = local(inputs, *last)
-    request.getfixturevalue("tiled")
+    with launching(local_kernel, tiled=False):
+        wanted = local(inputs, *last)
+    request.getfixturevalue("by_python")
     inputs, last = in_bf16(inputs, last)
-    assert_close(local(inputs, *last), wanted, inputs)
+    with launching(local_tile_kernel):
+        got = local(inputs, *last)
+    assert_close(got, wanted, inputs)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("gate", "size"), [*((gate, 1.0) for gate in GATES), ("shut or open", 1e6)])
-def test_twins_agree_on_a_card(gate: str, size: float, request: pytest.FixtureRequest) -> None:
+def test_twins_agree_on_a_card(gate: str, size: float) -> None:
     """And a second run gives the same bits, and NaN in one sequence stays there."""
     inputs, last = draw(gate, torch.bfloat16, size)
-    wanted = local(inputs, *last)
-    request.getfixturevalue("tiled")
-    got = local(inputs, *last)
+    with launching(local_kernel, tiled=False):
+        wanted = local(inputs, *last)
+    with launching(local_tile_kernel):
+        got = local(inputs, *last)
     assert_close(got, wanted, inputs)
     assert_repeats_and_keeps_nan(got, inputs, last)
 
@@ -78,9 +84,11 @@ def test_twins_agree_on_a_card(gate: str, size: float, request: pytest.FixtureRe
 def assert_first_kernels_agree(digits: int, request: pytest.FixtureRequest) -> None:
     """Rows are rounded once in each; with two digits the written keys agree to the second one's rounding."""
     inputs, last = draw("random", torch.float32 if INTERPRET else torch.bfloat16)
-    wanted = prepare(inputs, digits)
-    request.getfixturevalue("tiled")
-    got = prepare(in_bf16(inputs, last)[0], digits)
+    with launching(prepare_kernel, tiled=False):
+        wanted = prepare(inputs, digits)
+    request.getfixturevalue("by_python")
+    with launching(prepare_tile_kernel):
+        got = prepare(in_bf16(inputs, last)[0], digits)
     for name, x, y in zip(got._fields, got, wanted, strict=True):
         x, y = x.double(), y.double()
         if name == "k_end_DMHCK":

@@ -14,11 +14,13 @@ pytest.importorskip("triton")
 from rille.ops.kda import backward as kernels
 from rille.ops.kda import backward_local_gluon, backward_softplus_gluon, numbers_gluon
 from rille.ops.kda.backward import Gradients, Inputs, local
+from rille.ops.kda.backward_local import local_kernel
+from rille.ops.kda.backward_softplus_gluon import softplus_tile_kernel
 from rille.ops.kda.forward import INTERPRET
 from tests.ops import test_kda_backward as backward
 from tests.ops.gluon_on_cpu import Kernel
 from tests.ops.gluon_views_on_cpu import kernels_of
-from tests.ops.kda_last_kernel import LENGTHS, WIDTH, assert_repeats_and_keeps_nan, in_bf16
+from tests.ops.kda_last_kernel import LENGTHS, WIDTH, assert_repeats_and_keeps_nan, in_bf16, launching
 from tests.ops.kda_last_kernel import draw as inputs_of
 
 GATES = ("random", "shut", "open", "shut or open", "resets")
@@ -26,14 +28,13 @@ draw = partial(inputs_of, None)
 
 
 @pytest.fixture
-def tiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last kernel is the Gluon one; without a card its launches are run by Python."""
-    monkeypatch.setattr(kernels, "SOFTPLUS_TILED", True)
+def by_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches of the Gluon kernel are run by Python where there is no card."""
     if INTERPRET:
         *_, copy = kernels_of(monkeypatch, numbers_gluon, backward_local_gluon, backward_softplus_gluon)
 
         def launch(kernel: Any, programs: int, arguments: tuple, **options: Any) -> None:
-            assert kernel is backward_softplus_gluon.softplus_tile_kernel
+            assert kernel is softplus_tile_kernel
             Kernel(lambda *values, H: copy.softplus_tile_kernel(*values, H, 8))[(programs,)](*arguments, **options)
 
         monkeypatch.setattr(kernels, "launch", launch)
@@ -54,25 +55,28 @@ def assert_close(got: Gradients, wanted: Gradients, inputs: Inputs) -> None:
 @pytest.mark.parametrize(("gate", "size"), [("random", 1.0), ("resets", 1.0), ("shut or open", 1e6)])
 def test_twins_agree(gate: str, size: float, request: pytest.FixtureRequest) -> None:
     inputs, last = draw(gate, torch.float32, size)
-    wanted = local(inputs, *last)
-    request.getfixturevalue("tiled")
+    with launching(local_kernel, tiled=False):
+        wanted = local(inputs, *last)
+    request.getfixturevalue("by_python")
     inputs, last = in_bf16(inputs, last)
-    assert_close(local(inputs, *last), wanted, inputs)
+    with launching(softplus_tile_kernel):
+        got = local(inputs, *last)
+    assert_close(got, wanted, inputs)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("gate", "size"), [*((gate, 1.0) for gate in GATES), ("shut or open", 1e6)])
-def test_twins_agree_on_a_card(gate: str, size: float, request: pytest.FixtureRequest) -> None:
+def test_twins_agree_on_a_card(gate: str, size: float) -> None:
     """And a second run gives the same bits, and NaN in one sequence stays there."""
     inputs, last = draw(gate, torch.bfloat16, size)
-    wanted = local(inputs, *last)
-    request.getfixturevalue("tiled")
-    got = local(inputs, *last)
+    with launching(local_kernel, tiled=False):
+        wanted = local(inputs, *last)
+    with launching(softplus_tile_kernel):
+        got = local(inputs, *last)
     assert_close(got, wanted, inputs)
     assert_repeats_and_keeps_nan(got, inputs, last)
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("tiled")
 def test_gradients_equal_the_recurrence() -> None:
     backward.assert_gradients(backward.draw(LENGTHS, K=WIDTH, V=WIDTH, bound=None))
