@@ -13,6 +13,13 @@ from rille.packing import Packing
 SLOTS = 5
 
 
+def interpreter() -> None:
+    """The Triton twins run in the interpreter. On a card the Gluon kernels do: `test_kda_decode_gpu.py`."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("the twins are tested where there is no card")
+
+
 def make_layer(H=2, K=16, V=32, W=4, lower_bound: float | None = -5.0, seed=0) -> DecodeLayer:
     g = torch.Generator().manual_seed(seed)
     gate = Gate(torch.randn(H + 1, generator=g) * 0.2, torch.randn(H, K, generator=g), lower_bound)
@@ -86,7 +93,7 @@ CASES = [
 
 @pytest.mark.parametrize("sizes", CASES, ids=str)
 def test_decode_kernel(sizes):
-    pytest.importorskip("triton")
+    interpreter()
     layer = make_layer(**sizes)
     pools, again = make_pools(layer), make_pools(layer)
     slots = torch.tensor([3, -1, 0, 4], dtype=torch.int32)
@@ -100,7 +107,7 @@ def test_decode_kernel(sizes):
 
 def test_decode_kernel_bf16():
     """The interpreter truncates where the card rounds: a bf16 unit of q, k, v and o."""
-    pytest.importorskip("triton")
+    interpreter()
     layer = make_layer()
     inputs, slots = make_inputs(layer, 3, dtype=torch.bfloat16), torch.tensor([1, 2, 0])
     pools, again = make_pools(layer, torch.bfloat16), make_pools(layer, torch.bfloat16)
@@ -113,7 +120,7 @@ def test_decode_kernel_bf16():
 
 def test_rows_of_a_wider_tensor():
     """The four inputs may be columns of one projection."""
-    pytest.importorskip("triton")
+    interpreter()
     layer = make_layer()
     inputs = make_inputs(layer, 3)
     parts = [inputs.qkv, inputs.z, inputs.b, inputs.gate]
@@ -129,7 +136,7 @@ ROUNDS = [[0, 0, 0, 0], [4, 0, 1, 2], [2, 3, 9, 4], [0, 4, 4, 1]]
 @pytest.mark.parametrize("sizes", [dict(), dict(lower_bound=None), dict(W=2), dict(W=1), dict(K=32, V=16)], ids=str)
 def test_verify_kernel(sizes):
     """Rounds of four drafts with every number of acceptances, against the slow twin."""
-    pytest.importorskip("triton")
+    interpreter()
     layer, slots = make_layer(**sizes), torch.tensor([3, 0, -1, 2])
     pools, again = make_pools(layer), make_pools(layer)
     for round_, accepted in enumerate(ROUNDS):
@@ -144,7 +151,8 @@ def test_verify_kernel(sizes):
 @pytest.mark.parametrize("lower_bound", [-5.0, None])
 def test_verify_equals_single_steps(backend, lower_bound):
     """Drafts that are rejected leave nothing behind; those accepted give what single steps give, bit for bit."""
-    pytest.importorskip("triton")
+    if backend == "triton":
+        interpreter()
     layer, slots = make_layer(lower_bound=lower_bound), torch.tensor([1, 4, 0])
     tried, stepped = make_pools(layer), make_pools(layer)
     accepted = torch.zeros(3, dtype=torch.int64)
@@ -163,7 +171,7 @@ def test_verify_equals_single_steps(backend, lower_bound):
 
 
 def test_fewer_drafts_than_room():
-    pytest.importorskip("triton")
+    interpreter()
     layer, slots = make_layer(), torch.tensor([1, 4])
     pools, again = make_pools(layer), make_pools(layer)
     for accepted, T in ([0, 0], 3), ([3, 2], 1), ([1, 0], 2):
@@ -176,7 +184,7 @@ def test_fewer_drafts_than_room():
 
 def test_ops_for_compiled_models():
     """What torch.compile knows of the two launches: shapes without running, and which arguments change."""
-    pytest.importorskip("triton")
+    interpreter()
     from rille.ops.kda import decode_launch
 
     layer, slots = make_layer(), torch.tensor([1, 4])
@@ -192,7 +200,7 @@ def test_ops_for_compiled_models():
 
 @pytest.mark.parametrize("logit", [12.0, -12.0, 200.0, -200.0])
 def test_saturated_gate(logit):
-    pytest.importorskip("triton")
+    interpreter()
     layer = make_layer()
     inputs = make_inputs(layer, 3)
     inputs = Projected(inputs.qkv, torch.full_like(inputs.z, logit), inputs.b, inputs.gate)
@@ -203,7 +211,7 @@ def test_saturated_gate(logit):
 
 
 def test_zero_keys_and_a_neighbour_of_nan():
-    pytest.importorskip("triton")
+    interpreter()
     layer = make_layer()
     inputs = make_inputs(layer, 3)
     inputs.qkv[0] = 0
