@@ -180,8 +180,10 @@ class PromptGraphs:
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         self._forward(slate, bounds)
-        if (need := torch.cuda.max_memory_allocated(device) - before) > self._room:
-            told = f"one takes {need / 2**30:.2f} GiB, and there are {self._room / 2**30:.2f}"
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # given back before a recording
+        room = min(self._room, torch.cuda.mem_get_info(device)[0] + cached)
+        if (need := torch.cuda.max_memory_allocated(device) - before) > room:
+            told = f"one takes {need / 2**30:.2f} GiB, and there are {room / 2**30:.2f} for them"
             warnings.warn(f"steps of {shape.tokens:,} tokens run op by op, not recorded: {told}", stacklevel=2)
             return None
         if self._memory is None:
