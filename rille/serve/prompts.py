@@ -180,7 +180,7 @@ class PromptGraphs:
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         self._forward(slate, bounds)
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # given back before a recording
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # given back by then
         room = min(self._room, torch.cuda.mem_get_info(device)[0] + cached)
         if (need := torch.cuda.max_memory_allocated(device) - before) > room:
             told = f"one takes {need / 2**30:.2f} GiB, and there are {room / 2**30:.2f} for them"
