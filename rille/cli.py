@@ -41,6 +41,7 @@ HINTS: dict[int | None, str] = {
     errno.EPERM: NO_RIGHT,
     errno.EROFS: NO_RIGHT,
 }
+UNSEEN = dict.fromkeys([*range(32), *range(127, 160)], "\ufffd")  # what others write may not steer the terminal
 
 
 def main(arguments: Arguments | None = None) -> int:
@@ -92,7 +93,7 @@ def complain(error: Exception, code: int) -> int:
     """One line on standard error, without the system's number of an error: what, what to do, and the error's notes."""
     hint = HINTS.get(getattr(error, "errno", None), "")
     notes = "".join(f". {note}" for note in getattr(error, "__notes__", ()))
-    text = re.sub(r"^\[Errno -?\d+\] ", "", " ".join(str(error).split()))
+    text = re.sub(r"^\[Errno -?\d+\] ", "", " ".join(str(error).split())).translate(UNSEEN)
     print(f"rille: {text or type(error).__name__}{hint}{notes}", file=sys.stderr)
     return code
 

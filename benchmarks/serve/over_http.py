@@ -140,7 +140,7 @@ def run_http(arguments: argparse.Namespace, url: str, found: dict[str, Any]) -> 
     from rille.serve.load import bench
 
     server = Server(url)
-    model = server.get("/v1/models")["data"][0]
+    model = server.model()
     words, different = model["vocab_size"], []
     for number, session in enumerate(trace(1, ALONE, ALONE_TOKENS, words, 100)):
         body = {"model": model["id"], "prompt": session.prefix + session.turns[0].added, "max_tokens": ALONE_TOKENS,

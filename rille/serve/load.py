@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import asdict, replace
@@ -26,7 +27,7 @@ from urllib.parse import urlsplit
 from rille.serve.config import BenchServeConfig
 from rille.serve.load_report import Sample, figures, picture, table
 from rille.serve.load_watch import Watch, course
-from rille.serve.remote import KEY_VARIABLE, Server
+from rille.serve.remote import KEY_VARIABLE, Server, as_object, message_of, objects, value
 from rille.serve.traces import Session, TraceShape
 
 Json = dict[str, Any]
@@ -42,7 +43,7 @@ def bench(config: BenchServeConfig) -> Json:
     was answered; OSError where nobody answers, and where `check` finds that something is wrong.
     """
     server = Server(config.url)
-    model = server.get("/v1/models")["data"][0]
+    model = server.model()
     shape = trace_of(config, model)
     samples, seconds, found = asyncio.run(_measure(config, server, Load(config, model["id"]), shape))
     summary = {**figures(samples, seconds, config), **found}
@@ -100,8 +101,8 @@ def faults(summary: Json) -> list[str]:
 
 def trace_of(config: BenchServeConfig, model: Json) -> TraceShape:
     """The trace for a server's model. Raises ValueError where that is too small for it."""
-    words = config.vocab_size or model.get("vocab_size")
-    if words is None:
+    words = config.vocab_size or value(model, "vocab_size", 0)
+    if not words:
         raise ValueError("the server does not say how large its vocabulary is; give vocab_size")
     shape = TraceShape(
         sessions=config.sessions,
@@ -114,8 +115,8 @@ def trace_of(config: BenchServeConfig, model: Json) -> TraceShape:
         high=words,
         seed=config.seed,
     )
-    room = model.get("max_model_len")
-    if room is not None and shape.longest > room:
+    room = value(model, "max_model_len", shape.longest)
+    if shape.longest > room:
         raise ValueError(
             f"the trace comes to {shape.longest:,} tokens in one sequence, the server takes {room:,}; ask for fewer "
             f"turns, shorter replies or a smaller ratio; for a small model: {SMALL_TRACE}"
@@ -212,14 +213,13 @@ class Load:
         tokens: list[int] = []
         async with aclosing(stream(self._config.url, "/v1/completions", body)) as chunks:
             async for chunk in chunks:
-                for choice in chunk["choices"]:
-                    if new := choice.get("token_ids"):
+                for choice in objects(chunk, "choices"):
+                    if new := value(choice, "token_ids", []):
                         sample.last = self._now()
                         sample.first = sample.first or sample.last
                         tokens += new
-                if usage := chunk.get("usage"):
-                    details = usage.get("prompt_tokens_details") or {}
-                    sample.cached = details.get("cached_tokens") or 0
+                if usage := value(chunk, "usage", {}):
+                    sample.cached = value(value(usage, "prompt_tokens_details", {}), "cached_tokens", 0)
                 if leave_after is not None and len(tokens) >= leave_after:
                     sample.left = True
                     break
@@ -256,15 +256,17 @@ async def stream(url: str, path: str, body: Json) -> AsyncGenerator[Json, None]:
             *([f"Authorization: Bearer {key}"] if key else []),
         ]
         writer.write("\r\n".join([*lines, "", ""]).encode() + text)
-        status = int((await reader.readline()).split()[1])
+        begun = re.match(rb"HTTP/1\.[01] ([0-9]{3})\b", first := await reader.readline())
+        if begun is None:
+            raise OSError(f"{url} does not answer in HTTP but {first[:60]!r}")
         while (await reader.readline()).strip():
             pass
-        if status != 200:
+        if (status := int(begun[1])) != 200:
             told = (await reader.read()).decode("utf-8", errors="replace")
             raise ValueError(f"status {status}: {told[:500]}")
         async for data in _events(reader):
-            if "error" in data:
-                raise ValueError(data["error"]["message"])
+            if error := data.get("error"):
+                raise ValueError(message_of(error))
             yield data
     finally:
         writer.close()
@@ -279,4 +281,4 @@ async def _events(reader: asyncio.StreamReader) -> AsyncGenerator[Json, None]:
         for line in lines:
             data = line.removeprefix(b"data:").strip()
             if line.startswith(b"data:") and data != b"[DONE]":
-                yield json.loads(data)
+                yield as_object(data)

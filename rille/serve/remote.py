@@ -16,7 +16,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from pathlib import Path
 from ssl import SSLError
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from rille.serve.config import ChatConfig
@@ -27,6 +27,7 @@ from rille.text.images import Images, decode_data_url, preprocess_images
 from rille.text.reply import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning, Reply, ToolCall
 
 Json = dict[str, Any]
+T = TypeVar("T")
 TOO_LONG = "context_length_exceeded"
 
 KEY_VARIABLE = "RILLE_API_KEY"
@@ -54,28 +55,45 @@ class Server:
         self.url, self._parts = url, parts
         self._path = parts.path.rstrip("/").removesuffix("/v1")
 
-    def get(self, path: str) -> Json:
-        """A body of JSON. Raises ValueError for what the server refuses."""
-        return json.loads(self.text(path))
+    def model(self) -> Json:
+        """The first model that it serves, with its `id`. Raises ValueError where there is none, and as `text`."""
+        text = self.text("/v1/models")
+        try:
+            models = objects(as_object(text), "data")
+            if not models or not value(models[0], "id", ""):
+                raise ValueError("it serves no model")
+            return models[0]
+        except ValueError as error:
+            raise self._odd(error) from None
 
     def text(self, path: str) -> str:
-        """A body of text. Raises ValueError for what the server refuses."""
+        """A body of text. Raises ValueError for what the server refuses, OSError where it breaks off."""
         connection, response = self._ask("GET", path, None)
         with closing(connection):
-            return response.read().decode("utf-8")
+            try:
+                return response.read().decode("utf-8", errors="replace")
+            except (OSError, HTTPException) as error:
+                raise OSError(f"{self.url} broke off in the middle of an answer: {error}") from None
 
     def events(self, path: str, body: Json) -> Generator[Json, None, None]:
-        """Events of a stream, until its end. Raises ValueError for what the server refuses, OSError where it breaks."""
+        """Events of a stream, until its end; each is an object. Raises ValueError for what the server refuses, and what
+        is no event, OSError where it breaks."""
         connection, response = self._ask("POST", path, json.dumps(body).encode())
         with closing(connection):
             while line := self._line(response):
                 data = line.removeprefix(b"data:").strip()
                 if not line.startswith(b"data:") or data == b"[DONE]":
                     continue
-                event = json.loads(data)
-                if "error" in event:
-                    raise ValueError(f"{self.url}: {event['error'].get('message', event['error'])}")
+                try:
+                    event = as_object(data)
+                except ValueError as error:
+                    raise self._odd(error) from None
+                if error := event.get("error"):
+                    raise ValueError(f"{self.url}: {message_of(error)}")
                 yield event
+
+    def _odd(self, error: ValueError) -> ValueError:
+        return ValueError(f"{self.url}: {error}; is this the address of a server of OpenAI's API?")
 
     def _line(self, response: HTTPResponse) -> bytes:
         try:
@@ -106,12 +124,51 @@ class Server:
 
 
 def _complaint(url: str, response: HTTPResponse) -> ValueError:
-    text = response.read().decode("utf-8", errors="replace")
     try:
-        error = json.loads(text)["error"]
-        return (TooLong if error.get("code") == TOO_LONG else ValueError)(f"{url}: {error['message']}")
-    except (ValueError, KeyError, TypeError, AttributeError):
+        error = as_object(response.read().decode("utf-8", errors="replace")).get("error")
+    except (ValueError, OSError, HTTPException):
+        error = None
+    if not error:
         return ValueError(f"{url}: status {response.status} {response.reason}")
+    is_long = isinstance(error, dict) and error.get("code") == TOO_LONG
+    return (TooLong if is_long else ValueError)(f"{url}: {message_of(error)}")
+
+
+def message_of(error: Any) -> str:
+    """What an error object says, or whatever stands in its place."""
+    return str(error.get("message", error) if isinstance(error, dict) else error)
+
+
+# --- what others write, held against the form that it should have ---
+
+
+def as_object(text: str | bytes) -> Json:
+    """JSON that is an object. Raises ValueError."""
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError):
+        given = None
+    if not isinstance(given, dict):
+        raise ValueError(f"its answer is no JSON object but {text[:60]!r}")
+    return given
+
+
+def value(given: Json, name: str, default: T) -> T:
+    """What stands under a name, of the kind of the default, which stands for nothing and null. Raises ValueError."""
+    found = given.get(name)
+    if found is None:
+        return default
+    if not isinstance(found, type(default)):
+        raise ValueError(f"its answer has {found!r:.60} as {name}, which must be of type {type(default).__name__}")
+    return found
+
+
+def objects(given: Json, name: str) -> list[Json]:
+    """The list of objects under a name. Raises ValueError."""
+    found = value(given, name, [])
+    if odd := [one for one in found if not isinstance(one, dict)]:
+        raise ValueError(f"its answer has {odd[0]!r:.60} in {name}, which must be objects")
+    return found
 
 
 class RemoteDialogue(Dialogue):
@@ -124,11 +181,9 @@ class RemoteDialogue(Dialogue):
             raise ValueError("max_length is the server's; a conversation by URL cannot choose it")
         super().__init__(config, toolbox)
         self._server = Server(config.checkpoint)
-        models = self._server.get("/v1/models").get("data") or []
-        if not models:
-            raise ValueError(f"{config.checkpoint} serves no model")
-        self.model: str = models[0]["id"]
-        self._longest = int(models[0].get("max_model_len") or 1 << 30)
+        model = self._server.model()
+        self.model: str = model["id"]
+        self._longest = value(model, "max_model_len", 1 << 30)
 
     @property
     def longest(self) -> int:
@@ -209,29 +264,36 @@ class _Heard:
         return bool(self._reasoning or self._content or self._calls)
 
     def take(self, chunk: Json) -> Iterator[Event]:
-        if usage := chunk.get("usage"):
-            details = usage.get("prompt_tokens_details") or {}
-            cached = details.get("cached_tokens") or usage.get("cached_tokens") or 0
-            self.usage = (cached, usage["prompt_tokens"] - cached, usage["completion_tokens"])
-        for choice in chunk.get("choices", ()):
-            delta = choice.get("delta") or {}
-            self.reason = choice.get("finish_reason") or self.reason
-            if text := delta.get("reasoning_content"):
+        """Raises ValueError for a chunk that has not OpenAI's form."""
+        if usage := value(chunk, "usage", {}):
+            details = value(usage, "prompt_tokens_details", {})
+            cached = value(details, "cached_tokens", 0) or value(usage, "cached_tokens", 0)
+            self.usage = (cached, value(usage, "prompt_tokens", 0) - cached, value(usage, "completion_tokens", 0))
+        for choice in objects(chunk, "choices"):
+            delta = value(choice, "delta", {})
+            self.reason = value(choice, "finish_reason", "") or self.reason
+            if text := value(delta, "reasoning_content", "") or value(delta, "reasoning", ""):  # servers differ
                 self._reasoning = (self._reasoning or "") + text
                 yield Reasoning(text)
-            if text := delta.get("content"):
+            if text := value(delta, "content", ""):
                 self._content += text
                 yield Content(text)
-            for call in delta.get("tool_calls") or ():
+            for call in objects(delta, "tool_calls"):
                 yield from self._call(call)
 
     def _call(self, delta: Json) -> Iterator[Event]:
-        index, function = delta["index"], delta.get("function") or {}
+        function, last = value(delta, "function", {}), len(self._calls) - 1
+        name = value(function, "name", "")
+        index = value(delta, "index", last + 1 if name else last)  # calls that come whole are not numbered everywhere
         if index == len(self._calls):
+            if not name:
+                raise ValueError("its answer begins a call without a name")
             yield from self._end_call(complete=True)
-            self._calls.append(ToolCall(function["name"], "", complete=False))
-            yield CallBegin(index, function["name"])
-        if text := function.get("arguments"):
+            self._calls.append(ToolCall(name, "", complete=False))
+            yield CallBegin(index, name)
+        if not 0 <= index < len(self._calls):
+            raise ValueError(f"its answer goes on with call {index}, counted from 0, of {len(self._calls)}")
+        if text := value(function, "arguments", ""):
             call = self._calls[index]
             self._calls[index] = ToolCall(call.name, call.arguments + text, complete=False)
             yield CallArguments(index, text)

@@ -1,7 +1,12 @@
 """`rille chat URL`: the same conversation as on a checkpoint, with a server that says what a script says."""
 
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from io import StringIO
+from threading import Thread
 
 import pytest
 
@@ -9,7 +14,7 @@ from rille import cli
 from rille.serve.api import Limits
 from rille.serve.config import ChatConfig
 from rille.serve.dialogue import Finished, ToolResult
-from rille.serve.remote import RemoteDialogue
+from rille.serve.remote import RemoteDialogue, _Heard
 from rille.serve.screen import Screen
 from rille.serve.terminal import Terminal
 from rille.serve.tools import Toolbox, declare
@@ -135,3 +140,87 @@ def test_no_server(capsys):
     said = capsys.readouterr().err
     assert "does not answer" in said and "Errno" not in said and "directory" not in said
     assert cli.main(["chat", "http://"]) == 2
+
+
+@contextmanager
+def answering(models: bytes, chunks: bytes = b"") -> Iterator[str]:
+    """Some server: what it says of its models, and how it replies."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.say(models)
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.say(chunks)
+
+        def say(self, body: bytes) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "models",
+    [
+        b"<html>hello</html>",
+        *(b"[]", b"null", b'{"data": null}', b'{"data": "x"}', b'{"data": [{}]}', b'{"data": ["m"]}', b"[" * 5000),
+        b'{"data": [{"id": 5}]}',
+    ],
+)
+def test_a_server_of_something_else_is_told_in_one_line(models, capsys):
+    with answering(models) as url:
+        assert cli.main(["chat", url]) == cli.main(["bench", "serve", url]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and all("is this the address of a server of OpenAI's API?" in line for line in said)
+
+
+def delta(text: str) -> str:
+    return f'{{"choices": [{{"delta": {text}}}]}}'
+
+
+def called(text: str) -> str:
+    return delta(f'{{"tool_calls": [{text}]}}')
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        *("[]", "null", "5", "{", '{"error": "bad \\u001b[2J"}', '{"usage": "x"}', '{"choices": ["x"]}'),
+        *map(delta, ('"x"', '{"content": ["a"]}', '{"content": 5}')),
+        *map(called, ('"x"', "{}", '{"index": 0, "function": {"arguments": "{}"}}', '{"index": 5, "function": {}}')),
+        *map(called, ('{"index": -1, "function": {}}', '{"function": {"name": "f", "arguments": {}}}')),
+    ],
+)
+def test_a_reply_of_another_form_is_told_in_one_line(chunk, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", StringIO("hi\n"))
+    with answering(b'{"data": [{"id": "m"}]}', f"data: {chunk}\n\n".encode()) as url:
+        assert cli.main(["chat", url]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "rille: " in line]
+    assert "\x1b" not in line and ("its answer" in line or "bad" in line)
+
+
+def test_what_other_servers_write_is_read():
+    """Nothing is null or is not there; calls that come whole have no number; thinking has another name."""
+    chunks: list[dict] = [
+        {"error": None, "choices": None, "usage": None},
+        {"choices": [{"delta": None, "finish_reason": None}]},
+        {"choices": [{"delta": {"reasoning": "Hm.", "content": None, "tool_calls": None}}]},
+        {"choices": [{"delta": {"tool_calls": [{"function": {"name": "double", "arguments": '{"number": 21}'}}]}}]},
+        {"choices": [{"delta": {"tool_calls": [{"function": {"name": "double", "arguments": '{"number":'}}]}}]},
+        {"choices": [{"delta": {"tool_calls": [{"function": {"arguments": " 4}"}}]}, "finish_reason": "stop"}]},
+        {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": None}},
+    ]
+    heard = _Heard(False)
+    events = [event for chunk in chunks for event in heard.take(chunk)]
+    assert events[0] == Reasoning("Hm.") and heard.usage == (0, 3, 0)
+    assert [call.arguments for call in heard.reply().calls] == ['{"number": 21}', '{"number": 4}']
