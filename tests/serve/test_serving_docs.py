@@ -8,7 +8,7 @@ import pytest
 
 from rille import cli
 from rille.serve.api import create_app
-from rille.serve.asking import SamplingBody
+from rille.serve.asking import Unheeded
 from rille.serve.config import BenchServeConfig, ChatConfig, ServeConfig
 from tests.serve.scripted import reply_ids, small_tokenizer
 from tests.serve.served import serving
@@ -52,8 +52,7 @@ def test_python_code_runs():
 
 def test_what_changes_nothing_is_listed():
     listed = re.findall(r"`(\w+)`", TEXT.partition("elsewhere (")[2].partition(")")[0])
-    silent = list(SamplingBody.model_fields)[list(SamplingBody.model_fields).index("user") :]
-    assert set(silent) <= set(listed)
+    assert set(Unheeded.model_fields) <= set(listed)
 
 
 def test_named_files_and_metrics_exist():
