@@ -57,6 +57,7 @@ MIXED = (
 )
 FRESH = (Piece(0, 129, (128,)), Piece(0, 64), Piece(0, 3))
 ALONE = (Piece(0, 500, (448,)),)
+FULL = (Piece(0, 100, (64,)), Piece(9, 100), Piece(70, 1), Piece(0, 55))  # 256 tokens, 4 rows: nothing is left over
 LATER = (Piece(249, 90, (71,)), Piece(3, 1))
 
 
@@ -104,7 +105,7 @@ def model():
     return new_model(MODEL.replace(init_std=0.2), seed=3)
 
 
-@pytest.mark.parametrize("pieces", [MIXED, FRESH, ALONE, LATER, MIXED[:1] * 30 + MIXED], ids="MFALX")
+@pytest.mark.parametrize("pieces", [MIXED, FRESH, ALONE, FULL, LATER, MIXED[:1] * 30 + MIXED], ids="MFAULX")
 def test_the_padded_form_changes_nothing(model, pieces):
     """Logits, states, tails, latents and kept states; what nobody owns holds NaN and stays out."""
     bed = Bed(model, pieces, spares=150)
