@@ -176,7 +176,8 @@ class Sheet:
         of, P, S, M = self.of, self._shape.saves, self._shape.sequences, self._shape.chunks
         kept = [(s, place - part.start) for s, part in enumerate(parts) for place, _ in part.saves]
         k, idle = len(kept), S - 2
-        of["kept"][:, :k] = np.array([pages for part in parts for _, pages in part.saves]).reshape(k, -1).T
+        pages_PG = [pages for part in parts for _, pages in part.saves]
+        of["kept"][:, :k] = np.array(pages_PG, dtype=np.int64).reshape(k, len(of["kept"])).T
         of["kept"][:, k:] = self._spare(S - len(parts), P - k)
         place_T, sequence_T = np.zeros(P, np.int64), np.full(P, idle)
         if k:
