@@ -3,7 +3,7 @@
 import pytest
 
 from rille.serve.ahead import follow
-from rille.serve.gather import LONGEST_WAIT_S, Gather
+from rille.serve.gather import LONGEST_WAIT_S, RISE, Gather
 from rille.serve.schema import Request, SamplingParams
 from tests.serve.test_engine import engine, prompt
 from tests.serve.test_overlap import check_books, model, overlapped
@@ -68,7 +68,8 @@ def test_prompts_that_fill_a_step_wait_for_nothing():
 
 
 def test_further_choices_of_a_prompt_that_was_read_wait_for_nothing():
-    server = slow_starts()
+    """Though they would not fill a step."""
+    server = slow_starts(token_budget=512)
     server.submit(ids(33, 3), n=3)
     server.now += 0.05 - 1
     server.step()
@@ -95,6 +96,7 @@ def test_steps_are_launched_ahead_while_prompts_wait(settings):
     ([(False, WRITES), (True, READS)], READS - WRITES),
     ([(False, WRITES), (True, READS), (True, 9.0)], LONGEST_WAIT_S),
     ([(False, WRITES), (True, 9.0), (True, READS)], READS - WRITES),  # kernels compiled in the first one
+    ([(False, WRITES), (True, READS), (True, 2 * READS)], (1 + RISE) * READS - WRITES),
     ([(False, READS), (True, READS)], 0), ([(False, READS), (True, WRITES)], 0),  # steps cost what they cost
 ])  # fmt: skip
 def test_how_long(model, notes, wait):
@@ -104,7 +106,7 @@ def test_how_long(model, notes, wait):
     server = FakeServer()
     (writer,), (comer,) = server.submit(ids(1)), server.submit(ids(9))
     assert writer.num_left == 1 and comer.num_left == 9
-    for later in (0.0005, 0.9 * wait, 1.1 * wait + 0.001):
+    for later in (0.0005, 0.99 * wait, 1.01 * wait + 0.0005):
         assert gather.waits([writer], [comer], 64, now + later) == (later < wait)
     assert not gather.waits([], [comer], 64, now) and not gather.waits([writer, comer], [comer], 64, now)
 

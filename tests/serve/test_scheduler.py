@@ -309,9 +309,11 @@ def test_old_weights_match_nothing_new():
 
 
 def test_settings_that_cannot_be_are_refused():
-    for wrong_one in (dict(token_budget=4), dict(max_running=0), dict(kinds=()), dict(kinds=(Kind("a", 5),))):
+    kinds = ((), (Kind("a", 5),), (Kind("a", share=0),))
+    for wrong_one in (dict(token_budget=7), dict(max_running=0), *(dict(kinds=some) for some in kinds)):
         with pytest.raises(ValueError, match="scheduler: "):
             FakeServer(**wrong_one)
+    FakeServer(token_budget=8)
 
 
 WALKS = [(0, 0, False, True), (40, 0, False, False), (40, 60, False, True), (0, 30, True, False)]
