@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
@@ -27,7 +26,7 @@ from urllib.parse import urlsplit
 from rille.serve.config import BenchServeConfig
 from rille.serve.load_report import Sample, figures, picture, table
 from rille.serve.load_watch import Watch, course
-from rille.serve.remote import KEY_VARIABLE, Server, as_object, message_of, objects, value
+from rille.serve.remote import Server, api_key, as_object, message_of, objects, value
 from rille.serve.traces import Session, TraceShape
 
 Json = dict[str, Any]
@@ -45,12 +44,13 @@ def bench(config: BenchServeConfig) -> Json:
     server = Server(config.url)
     model = server.model()
     shape = trace_of(config, model)
+    folder = Path(config.out) if config.out is not None else None
+    if folder is not None:  # what cannot be written is told before the load
+        folder.mkdir(parents=True, exist_ok=True)
     samples, seconds, found = asyncio.run(_measure(config, server, Load(config, model["id"]), shape))
     summary = {**figures(samples, seconds, config), **found}
     print(table(summary))
-    if config.out is not None:
-        folder = Path(config.out)
-        folder.mkdir(parents=True, exist_ok=True)
+    if folder is not None:
         whole = {"config": asdict(config), "figures": summary, "samples": [asdict(sample) for sample in samples]}
         (folder / "bench_serve.json").write_text(json.dumps(whole) + "\n", encoding="utf-8")
         picture(samples, seconds, folder / "bench_serve.png")
@@ -246,7 +246,7 @@ async def stream(url: str, path: str, body: Json) -> AsyncGenerator[Json, None]:
     port = parts.port or (443 if parts.scheme == "https" else 80)
     reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=parts.scheme == "https" or None)
     try:
-        text, key = json.dumps(body).encode(), os.environ.get(KEY_VARIABLE)
+        text, key = json.dumps(body).encode(), api_key()
         lines = [
             f"POST {parts.path.rstrip('/').removesuffix('/v1')}{path} HTTP/1.1",
             f"Host: {parts.netloc}",

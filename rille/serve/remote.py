@@ -17,7 +17,7 @@ from pathlib import Path
 from ssl import SSLError
 from time import perf_counter
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from rille.serve.config import ChatConfig
 from rille.serve.dialogue import ChatEvent, Dialogue, Finished, picture_urls
@@ -41,6 +41,23 @@ def is_url(text: str) -> bool:
     return text.startswith(("http://", "https://"))
 
 
+def _split(url: str) -> SplitResult | None:
+    try:
+        parts = urlsplit(url)
+        is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none, half a bracket
+        return None
+    return parts if is_one and url.isascii() and url.isprintable() and " " not in url else None
+
+
+def api_key() -> str | None:
+    """The key to send along. Raises ValueError, which does not repeat it, for one that no header can hold."""
+    key = os.environ.get(KEY_VARIABLE)
+    if key and not (key.isascii() and key.isprintable()):
+        raise ValueError(f"{KEY_VARIABLE} has a character that cannot be sent; a key is of printable ASCII")
+    return key
+
+
 class TooLong(ValueError):
     """The server has no room for a prompt and what is to be written."""
 
@@ -49,9 +66,8 @@ class Server:
     """One server. url: with or without /v1. Raises ValueError for what is no URL, OSError where nobody answers."""
 
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url} is no address of a server; give one such as http://127.0.0.1:8000")
+        if (parts := _split(url)) is None:
+            raise ValueError(f"{url!r} is no address of a server; give one such as http://127.0.0.1:8000")
         self.url, self._parts = url, parts
         self._path = parts.path.rstrip("/").removesuffix("/v1")
 
@@ -104,7 +120,7 @@ class Server:
     def _ask(self, method: str, path: str, body: bytes | None) -> tuple[HTTPConnection, HTTPResponse]:
         kind = HTTPSConnection if self._parts.scheme == "https" else HTTPConnection
         connection = kind(self._parts.hostname or "", self._parts.port, timeout=CONNECT_S)
-        key = os.environ.get(KEY_VARIABLE)
+        key = api_key()
         headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
         try:
             connection.connect()

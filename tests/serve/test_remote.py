@@ -139,7 +139,16 @@ def test_no_server(capsys):
         assert cli.main(["chat", server.url.replace("http:", "https:")]) == 1
     said = capsys.readouterr().err
     assert "does not answer" in said and "Errno" not in said and "directory" not in said
-    assert cli.main(["chat", "http://"]) == 2
+    for odd in ("http://", "http://no such host/", "http://127.0.0.1:99999", "http://[::1", "http://é.invalid"):
+        assert cli.main(["chat", odd]) == cli.main(["bench", "serve", odd]) == 2
+        assert capsys.readouterr().err.count("is no address of a server") == 2
+
+
+def test_a_key_that_cannot_be_sent_is_not_repeated(server, capsys, monkeypatch):
+    monkeypatch.setenv("RILLE_API_KEY", "secret\n")
+    assert cli.main(["chat", server.url]) == 2
+    said = capsys.readouterr().err
+    assert "RILLE_API_KEY has a character" in said and "secret" not in said
 
 
 @contextmanager
