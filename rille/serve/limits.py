@@ -19,18 +19,29 @@ class Kind:
     max_queued_tokens: float = inf
 
 
-def divide(budget: int, kinds: Sequence[Kind], wanted: Mapping[str, int]) -> list[tuple[Kind, int]]:
-    """How many of `budget` prompt tokens each kind may read, of those that it wants: by share, and what one does not
-    want goes to the others."""
-    left, given = dict(wanted), dict.fromkeys(wanted, 0)
-    while budget > 0 and (open_kinds := [kind for kind in kinds if left[kind.name]]):
-        total, round_budget = sum(kind.share for kind in open_kinds), budget
-        for kind in open_kinds:
-            tokens = min(left[kind.name], budget, ceil(round_budget * kind.share / total))
-            given[kind.name] += tokens
-            left[kind.name] -= tokens
-            budget -= tokens
-    return [(kind, given[kind.name]) for kind in kinds if given[kind.name]]
+class Shares:
+    """Divides the tokens of prompts among kinds. What a kind gets too much or too little of in one step, since tokens
+    are whole, is made up for in the next ones: where there are few tokens to a step no kind waits for ever either."""
+
+    def __init__(self, kinds: Sequence[Kind]) -> None:
+        self._kinds, self._owed = kinds, dict.fromkeys((kind.name for kind in kinds), 0.0)
+
+    def divide(self, budget: int, wanted: Mapping[str, int]) -> list[tuple[Kind, int]]:
+        """How many of `budget` tokens each kind may read, of those that it wants: by share, and what one does not want
+        goes to the others."""
+        left, given, owed = dict(wanted), dict.fromkeys(wanted, 0), self._owed
+        while budget > 0 and (open_kinds := [kind for kind in self._kinds if left[kind.name]]):
+            total, round_budget = sum(kind.share for kind in open_kinds), budget
+            for kind in open_kinds:
+                owed[kind.name] += round_budget * kind.share / total
+            for kind in open_kinds:
+                tokens = max(0, min(left[kind.name], budget, ceil(owed[kind.name])))
+                given[kind.name] += tokens
+                left[kind.name] -= tokens
+                owed[kind.name] -= tokens
+                budget -= tokens
+        self._owed = {name: owed[name] if left[name] else 0.0 for name in owed}
+        return [(kind, given[kind.name]) for kind in self._kinds]
 
 
 KINDS = (Kind("short", 2_048, 0.4), Kind("medium", 32_768, 0.35), Kind("long", inf, 0.25))

@@ -21,7 +21,7 @@ from math import ceil
 from rille.serve.chain import Chain, Span
 from rille.serve.counts import Counts
 from rille.serve.gather import Gather
-from rille.serve.limits import Kind, SchedulerConfig, divide
+from rille.serve.limits import Kind, SchedulerConfig, Shares
 from rille.serve.pages import Copy
 from rille.serve.parking import park, unpark
 from rille.serve.prefix import PrefixCache
@@ -63,7 +63,7 @@ class Scheduler:
         self.is_closed = False
         self.takes_copies = True  # a step with drafts runs on a copy of the state
         self.gather = Gather()  # is told of times where steps are recorded
-        self._order, self._now = 0, 0.0
+        self._order, self._now, self._shares = 0, 0.0, Shares(self.config.kinds)
 
     # --- what comes ---
 
@@ -162,8 +162,10 @@ class Scheduler:
         if self.gathers(now):
             return step
         unused, wanted = 0, {kind.name: self._wanted(kind, max(budget, 0)) for kind in self.config.kinds}
-        for kind, room in divide(budget, self.config.kinds, wanted):
+        for kind, room in self._shares.divide(budget, wanted):
             unused = self._prefill(kind, room + unused, step)
+        for kind in self.config.kinds if not step.parts else ():  # those that had a share found no memory
+            unused = self._prefill(kind, unused, step)
         return step
 
     def gathers(self, now: float) -> bool:
