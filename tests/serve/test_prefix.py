@@ -248,6 +248,23 @@ def test_forks_are_kept_at_the_second_sighting():
     assert [engine.serve(common + ids(30, seed=n)) for n in (1, 2, 3, 4)] == [0, 0, 80, 80]
 
 
+@pytest.mark.parametrize("branches", [0, 1], ids=["passed", "others go on from there too"])
+def test_what_a_conversation_has_passed_goes_before_what_is_older(branches):
+    """The third turn goes on from the end of the second: who but others would ask for the end of the first?"""
+    engine = FakeEngine(200, retention=Retention(interval=0))
+    older, talk = ids(40, seed=5), ids(120)
+    engine.serve(older)
+    engine.serve(talk[:40])
+    for n in range(branches):
+        assert engine.serve(talk[:36] + ids(4, seed=9 + n)) == 32
+    for length in (80, 120):
+        engine.serve(talk[:length])
+    store, states = engine.cache.store, [Chain(one, UNIT).at(32) for one in (talk, older)]
+    assert None not in map(store.state, states)
+    store.allocate(store.pool.num_free + 3)  # what the second turn left inside goes first, then one of these
+    assert [store.state(key) is None for key in states] == [not branches, bool(branches)]
+
+
 def exact_forks(**rest):
     retention = Retention(prompt_end=False, turn_end=False, interval=0, exact=True)
     return FakeEngine(**{"num_pages": 200, "page_tokens": 24, "unit": 48, "retention": retention, **rest})
