@@ -146,14 +146,17 @@ def test_many_write_what_each_would_alone(page_tokens, groups, unit, drafter):
 
 
 @pytest.mark.parametrize("park", [0, 100])
-def test_short_memory_sets_sequences_aside_and_loses_nothing(park):
-    server = FakeServer(14, 16, 2, park=park)
+@pytest.mark.parametrize("drafter", DRAFTERS.values(), ids=DRAFTERS)
+@pytest.mark.parametrize("num_pages, page_tokens", [(14, 16), (40, 4)])
+def test_short_memory_sets_sequences_aside_and_loses_nothing(num_pages, page_tokens, drafter, park):
+    """Where pages are small some have one for guesses by then."""
+    server = FakeServer(num_pages, page_tokens, 2, park=park, drafter=drafter)
     for n in range(6):
         server.submit(ids(20, seed=n), max_tokens=60)
     server.finish().check()
     assert server.scheduler.num_preempted > 0
     audit_scheduler(server.scheduler)
-    assert server.cache.available == 14
+    assert server.cache.available == num_pages
 
 
 def test_one_that_fits_the_pool_exactly_runs_after_anything():
