@@ -298,7 +298,9 @@ async def _answer_depth(request: Request, error: Exception) -> Response:
 
 async def _answer_fault(request: Request, error: Exception) -> Response:
     """A fault of ours. What it was is in the server's log, where Starlette writes it; a client learns only that."""
-    return _respond(request.url.path, ApiError(500, "the server failed at this request; its log says why"))
+    response = _respond(request.url.path, ApiError(500, "the server failed at this request; its log says why"))
+    response.headers["x-request-id"] = request.scope["request_name"]  # this answer goes around the gate
+    return response
 
 
 class Gate:
@@ -312,7 +314,7 @@ class Gate:
             await self.app(scope, receive, send)
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        name = headers.get("x-request-id") or f"req_{uuid4().hex}"
+        name = scope["request_name"] = headers.get("x-request-id") or f"req_{uuid4().hex}"
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -337,8 +339,10 @@ class Gate:
             raise ApiError(401, "no valid API key: give one as Authorization: Bearer KEY", code="invalid_api_key")
 
     async def _bounded(self, headers: dict[str, str], receive: Receive) -> Receive:
-        """Read the body, up to the limit, and hand it on. Raises ApiError 413 and 408."""
+        """Read the body, up to the limit, and hand it on. Raises ApiError 413, 415 and 408."""
         size, parts, limit = 0, [], self.limits.max_body
+        if (coding := headers.get("content-encoding", "identity")).lower() != "identity":
+            raise ApiError(415, f"the body is encoded as {coding!r:.40}; send it as it is", code="unsupported_encoding")
         length = headers.get("content-length", "0")
         if not length.isdigit() or int(length) > limit:
             raise self._too_large(length)

@@ -1,5 +1,6 @@
 """The HTTP face itself: who is let in, statuses, clients that go away, time limits, faults, metrics."""
 
+import gzip
 import http.client
 import json
 import re
@@ -221,6 +222,23 @@ def test_requests_are_named(server):
 
 
 # --- what operators read ----------------------------------------------------------------------------------------------
+
+
+def test_a_fault_names_its_request_too(server, monkeypatch):
+    def fail(request):
+        raise RuntimeError("a secret")
+
+    monkeypatch.setattr(server.engine, "submit", fail)
+    status, body, headers = server.post(CHAT, {"messages": [USER]}, x_request_id="mine")
+    assert (status, headers["x-request-id"]) == (500, "mine") and "secret" not in str(body)
+
+
+def test_a_body_that_is_packed_is_told_as_such(server):
+    body = gzip.compress(json.dumps({"messages": [USER]}).encode())
+    status, told, _ = server.post(CHAT, body, Content_Encoding="gzip")
+    assert status == 415 and "encoded as 'gzip'" in told["error"]["message"]
+    server.say([])
+    assert server.post(CHAT, {"messages": [USER]}, Content_Encoding="identity")[0] == 200
 
 
 def test_models(server):

@@ -139,6 +139,60 @@ def test_stop_and_errors(page, server, tokenizer):
     assert "temperature is -1" in page.inner_text(".wrong")
 
 
+def test_what_the_server_has_refused_is_given_back(page, server, tokenizer):
+    """Else it would be refused again with whatever comes after it."""
+    page.click("#settings summary")
+    for field, wrong, right in (("#temperature", "-1", ""), ("#tools", "[{", "")):
+        page.fill(field, wrong)
+        say(page, "once more")
+        page.wait_for_selector(".wrong")
+        page.wait_for_function("document.getElementById('text').value == 'once more'")
+        page.fill(field, right)
+        server.say(reply_ids(tokenizer, content="yes"))
+        page.press("#text", "Enter")
+        page.wait_for_selector(".answer:has-text('yes')")
+        page.wait_for_selector("#send:visible")
+        assert server.prompt().count("once more") == 1 and server.request.params.temperature == 1
+        page.click("#reset")
+
+
+def test_a_new_conversation_has_nothing_of_the_one_that_was_left(page, server, tokenizer):
+    server.say(reply_ids(tokenizer, thinking=False, content="on and on")[:-10], hold=True)
+    page.select_option("#effort", "none")
+    say(page, "go")
+    page.wait_for_selector(".answer")
+    page.click("#reset")
+    page.wait_for_selector("#send:visible")
+    server.say(reply_ids(tokenizer, thinking=False, content="hello"))
+    say(page, "fresh")
+    page.wait_for_selector("text=hello")
+    assert "fresh" in server.prompt() and "on and" not in server.prompt()
+
+
+def test_results_that_come_too_late_are_not_asked_for(page, server, tokenizer):
+    """Calls that were cut off are no calls; those that the person passes over stay without a result."""
+    page.click("#settings summary")
+    page.fill("#tools", json.dumps([TOOL]))
+    page.select_option("#effort", "none")
+    ids = reply_ids(tokenizer, thinking=False, content="I ask.", tool_calls=[CALL])
+    server.engine.is_checking = False
+    server.say(ids[:-16], hold=True)
+    say(page, "twice 21?")
+    page.wait_for_selector(".call")
+    page.click("#stop")
+    page.wait_for_selector("#send:visible")
+    count(page, ".result", 0)
+    server.say(ids)
+    say(page, "now")
+    page.wait_for_selector(".result")
+    assert "I ask." in server.prompt() and 'call tool="' not in server.prompt()
+    server.say(reply_ids(tokenizer, thinking=False, content="never mind"))
+    say(page, "leave it")
+    page.wait_for_selector("text=never mind")
+    count(page, ".result", 0)
+    assert 'call tool="' in server.prompt() and "leave it" in server.prompt()
+
+
 def points(page) -> list[str]:
     return page.get_attribute("#speed polyline", "points").split()
 

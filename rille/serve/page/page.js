@@ -38,7 +38,7 @@ function request() {
     messages: [...(system ? [{ role: "system", content: system }] : []), ...messages],
     tools: tools ? JSON.parse(tools) : undefined,
     thinking: effort === "none" ? { type: "disabled" } : { type: "enabled", effort },
-    temperature: Number(at("temperature").value),
+    temperature: at("temperature").value === "" ? undefined : Number(at("temperature").value),
     max_tokens: longest || undefined,
     stream: true,
     stream_options: { include_usage: true },
@@ -90,26 +90,39 @@ function view() {
   };
 }
 
+async function complaint(response) {
+  try {
+    return (await response.json()).error.message;
+  } catch {
+    return `status ${response.status} ${response.statusText}`; // of something between the server and us
+  }
+}
+
+// Whether the server has taken the request.
 async function reply() {
+  const talk = messages; // of this conversation; a new one has nothing of it
   const shown = view();
   const said = { role: "assistant", content: "" };
   const started = performance.now();
   let usage = null;
   let reason = null;
+  let taken = false;
   running = new AbortController();
   busy(true);
   try {
     const body = JSON.stringify(request());
     const response = await fetch("/v1/chat/completions", { method: "POST", headers: headers(), body, signal: running.signal });
-    if (!response.ok) throw new Error((await response.json()).error.message);
+    if (!response.ok) throw new Error(await complaint(response));
+    taken = true;
     for await (const event of events(response)) {
       if (event.error) throw new Error(event.error.message);
       usage = event.usage ?? usage;
+      const follows = at("talk").scrollHeight - at("talk").scrollTop - at("talk").clientHeight < 50;
       for (const { delta, finish_reason } of event.choices) {
         reason = finish_reason ?? reason;
         take(delta, said, shown);
       }
-      at("talk").scrollTop = at("talk").scrollHeight;
+      if (follows) at("talk").scrollTop = at("talk").scrollHeight; // else somebody reads what is further up
     }
   } catch (error) {
     if (error.name !== "AbortError") shown.note(error.message, "wrong");
@@ -118,9 +131,11 @@ async function reply() {
     running = null;
     busy(false);
   }
-  if (said.content || said.reasoning_content || said.tool_calls) messages.push(said);
+  if (reason !== "tool_calls") delete said.tool_calls; // they were cut off
+  if (said.content || said.reasoning_content || said.tool_calls) talk.push(said);
   if (usage) shown.note(summary(usage, reason, (performance.now() - started) / 1000));
-  if (said.tool_calls) askForResults(said.tool_calls, shown);
+  if (said.tool_calls && talk === messages) askForResults(said.tool_calls, shown);
+  return taken;
 }
 
 function take(delta, said, shown) {
@@ -165,15 +180,20 @@ function busy(is) {
   at("stop").hidden = !is;
 }
 
-function say(text) {
+async function say(text) {
+  for (const form of at("talk").querySelectorAll(".result")) form.remove(); // results would come too late now
   const parts = pictures.map((url) => ({ type: "image_url", image_url: { url } }));
-  messages.push({ role: "user", content: parts.length ? [...parts, { type: "text", text }] : text });
+  const said = { role: "user", content: parts.length ? [...parts, { type: "text", text }] : text };
+  const talk = messages;
+  talk.push(said);
   const box = element(at("talk"), "div", "message user");
   for (const url of pictures) element(box, "img", "").src = url;
   box.append(text);
   pictures = [];
   at("pictures").replaceChildren();
-  return reply();
+  if (await reply()) return;
+  if (talk.at(-1) === said) talk.pop(); // else the server would refuse whatever comes after it as well
+  if (!at("text").value) at("text").value = text;
 }
 
 at("form").addEventListener("submit", (event) => {
