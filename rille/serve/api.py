@@ -335,7 +335,9 @@ class Gate:
             return
         scheme, _, told = headers.get("authorization", "").partition(" ")
         given = [headers.get("x-api-key", ""), told.strip() if scheme.lower() == "bearer" else ""]
-        if not any(hmac.compare_digest(one.encode(), key.encode()) for one in given for key in self.limits.keys):
+        if not any(
+            hmac.compare_digest(one.encode("latin-1"), key.encode()) for one in given for key in self.limits.keys
+        ):
             raise ApiError(401, "no valid API key: give one as Authorization: Bearer KEY", code="invalid_api_key")
 
     async def _bounded(self, headers: dict[str, str], receive: Receive) -> Receive:

@@ -221,7 +221,7 @@ def picture_urls(message: Mapping[str, Any]) -> list[str]:
         if isinstance(part, Mapping) and part.get("type") in ("image", "image_url"):
             outer = part.get("image_url", part.get("image"))
             url = outer.get("url") if isinstance(outer, Mapping) else outer
-            if not isinstance(url, str) or not url.startswith("data:"):
+            if not isinstance(url, str) or url[:5].lower() != "data:":
                 raise ValueError(f"pictures must come along, as data: URLs, not {str(url)[:60]!r}")
             urls.append(url)
     return urls

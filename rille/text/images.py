@@ -35,6 +35,7 @@ MAX_PIXELS = 89_478_485  # of one picture before it is resized: what Pillow take
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV")
 # Pillow knows others, some of which it hands to programs that it finds (EPS to Ghostscript).
 FORMATS = ("AVIF", "BMP", "GIF", "ICO", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+_BREAKS = {10: None, 13: None}  # of lines, left out
 _IGNORED = ("config_type", "sample_fps", "temporal_merge_kernel_size")  # of videos that the release does not read
 
 Source = str | Path | bytes | Image.Image
@@ -197,9 +198,11 @@ def open_image(source: Source, name: str = "image") -> Image.Image:
 
 
 def decode_data_url(url: str) -> bytes:
-    """The bytes of a `data:image/...;base64,...` URL. Raises ValueError for anything else."""
+    """The bytes of a `data:image/...;base64,...` URL, whose body may be broken into lines, as by many encoders. Raises
+    ValueError for anything else."""
     head, comma, body = url.partition(",")
-    if not (comma and head.startswith("data:image/") and head.endswith(";base64")):
+    kind, body = head.lower(), body.translate(_BREAKS)
+    if not (comma and kind.startswith("data:image/") and kind.endswith(";base64")):
         raise ValueError(f"an image URL must be data:image/...;base64,..., not {url[:40]!r}")
     try:
         return base64.b64decode(body, validate=True)

@@ -116,7 +116,7 @@ def test_no_traceback_reaches_a_client(server):
 
 
 def test_keys_and_sizes(tokenizer):
-    with serving(tokenizer, Limits(keys=("secret", "other"), max_body=1000)) as server:
+    with serving(tokenizer, Limits(keys=("secret", "other", "schlüssel"), max_body=1000)) as server:
         body = {"messages": [USER]}
         for headers in (
             {},
@@ -134,6 +134,7 @@ def test_keys_and_sizes(tokenizer):
             {"Authorization": "bearer  secret"},
             {"x_api_key": "other"},
             {"x_api_key": "unset", "Authorization": "Bearer other"},
+            {"x_api_key": "schlüssel".encode().decode("latin-1")},
         ):
             server.say(reply_ids(tokenizer, content="x"))
             assert server.post(CHAT, body, **headers)[0] == 200

@@ -348,6 +348,7 @@ def test_other_things_are_no_picture():
 
 def test_data_urls():
     assert decode_data_url("data:image/png;base64,YWJj") == b"abc"
+    assert decode_data_url("DATA:Image/PNG;Base64,YW\r\nJj\n") == b"abc"
     for url in (
         "http://x/y.png",
         "data:text/plain;base64,YWJj",
