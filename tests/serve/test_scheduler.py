@@ -64,6 +64,9 @@ class FakeServer:
         self.memory.clear(step.clear)
         self.memory.copy(step.copies)
         assert len({id(part.sequence) for part in step.parts}) == len(step.parts)
+        config = self.scheduler.config
+        assert len(self.scheduler.running) <= config.max_running
+        assert step.num_tokens <= config.token_budget or config.deterministic  # there whole units, whatever the budget
         done = [self._run(part) for part in step.parts]
         for part, (accepted, copies) in zip(step.parts, done, strict=True):
             self.memory.copy(copies)
@@ -265,10 +268,11 @@ def test_the_queue_is_bounded_and_says_when_to_come_again():
     with pytest.raises(QueueFull, match="2 sequences are waiting, 2 may") as refused:
         server.submit(ids(5))
     assert refused.value.status == 429 and refused.value.retry_after_s >= 1
-    server.scheduler.prefill_rate = 2.0
-    with pytest.raises(QueueFull) as refused:
-        server.submit(ids(5))
-    assert refused.value.retry_after_s == 16
+    for seconds, wait in ((50, 16), (100 / 12, 11)):  # 2 tokens a second, then also 12, of which a tenth counts
+        server.scheduler.note_rate(100, seconds)
+        with pytest.raises(QueueFull) as refused:
+            server.submit(ids(5))
+        assert refused.value.retry_after_s == wait
     server.finish().check()
     server.scheduler.is_closed = True
     with pytest.raises(Unavailable) as refused:
