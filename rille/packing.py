@@ -40,7 +40,11 @@ def as_device(device: torch.device | str) -> torch.device:
 
 
 def moved(x: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on `device`. To a GPU it goes from pinned memory, in the stream's order: the host does not wait."""
+    """A host tensor on `device`. To a GPU it goes from pinned memory, in the stream's order: the host does not wait.
+    Made in inference mode it still serves where gradients are wanted: what a batch keeps outlives the mode."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return moved(x.clone() if x.is_inference() else x, device)
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 

@@ -53,7 +53,7 @@ def kda(
     dtype = compute_dtype(q_NHK, k_NHK, v_NHV, z_NHK, b_NH)
     state_SHVK = initial_state(initial_SHVK, packing, k_NHK, v_NHV, dtype)
     if packing.num_tokens == 0:
-        return torch.zeros_like(v_NHV), state_SHVK, None
+        return v_NHV.clone(), state_SHVK.clone(), None
     schedule = schedule_chunks(packing)
     q_MHCK = schedule.gather(normalised_queries(q_NHK, dtype))
     k_MHCK = schedule.gather(normalised(k_NHK, dtype))
@@ -118,7 +118,8 @@ class Schedule:
 def schedule_chunks(packing: Packing) -> Schedule:
     """Made once a batch: a model asks for it in every layer."""
     if (name := "chunk schedule") not in packing.derived:
-        packing.derived[name] = _scheduled(packing)
+        with torch.inference_mode(False):  # it serves where gradients are wanted, whatever the first call was
+            packing.derived[name] = _scheduled(packing)
     return packing.derived[name]
 
 
@@ -210,7 +211,7 @@ class _AnchoredProduct(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         (r_BK, k_BK, x_BK), (dp_BB,) = ctx.saved_tensors, grads
         up_BK, down_BK = x_BK.exp2(), (-x_BK).exp2()
-        size_11 = dp_BB.abs().amax((-2, -1), keepdim=True).clamp_min(torch.finfo(dp_BB.dtype).tiny)
+        size_11 = dp_BB.detach().abs().amax((-2, -1), keepdim=True).clamp_min(torch.finfo(dp_BB.dtype).tiny)
         dp_BB = dp_BB / size_11
         dr_BK = dp_BB @ (k_BK * down_BK) * up_BK * size_11
         dk_BK = dp_BB.mT @ (r_BK * up_BK) * down_BK * size_11

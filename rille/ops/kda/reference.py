@@ -65,7 +65,7 @@ def kda(
         state_SHKV = state_SHKV.index_copy(0, active_A, state_AHKV)
         kept |= {place: state_SHKV[place[0]].clone() for place in places if place[1] == step + 1}
     if not rows:
-        return torch.zeros_like(v_NHV), state_SHKV.mT, None
+        return v_NHV.clone(), state_SHKV.mT.clone(), None
     o_NHV = torch.empty_like(v_NHV, dtype=dtype)  # in memory as v is: sums over a head go with the layout
     o_NHV[torch.cat(rows)] = torch.cat(outputs)
     kept_PHVK = torch.stack([kept[place] for place in places]).mT if places else None
