@@ -1,12 +1,19 @@
-"""Which form of an op runs: its kernels wherever they can, the plain form elsewhere, or the one that was asked for."""
+"""Which form of an op runs: its kernels wherever they can, the plain form elsewhere, or the one that was asked for; and
+that what runs computes in the types that it names.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
+from typing import ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 SLOWLY = "plain PyTorch runs on a GPU, slowly"
 
@@ -33,3 +40,16 @@ def settle(
 def warn_once(message: str) -> None:
     """For a function that the op calls, which its caller called: the warning names that line."""
     warnings.warn(message, stacklevel=4)
+
+
+def without_autocast(run: Callable[P, R]) -> Callable[P, R]:
+    """The plain form of an op, kept from what autocast would make of its products: no kernel hears of that either."""
+
+    @wraps(run)
+    def exact(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
+            return run(*args, **kwargs)
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            return run(*args, **kwargs)
+
+    return exact

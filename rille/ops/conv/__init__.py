@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from rille.ops.conv import reference
-from rille.ops.conv.arguments import PooledTail, TailPlaces, check
+from rille.ops.conv.arguments import PooledTail, TailPlaces, check, check_slots
+from rille.ops.settling import without_autocast
 from rille.packing import Packing
 
 __all__ = ["PooledTail", "TailPlaces", "choose_backend", "short_conv"]
@@ -38,14 +39,15 @@ def short_conv(
 
     Returns y [N, C] in x's dtype and the last W-1 raw inputs of each sequence [S, W-1, C] (rows of the old tail stay
     where the batch brings fewer than W-1), or None with a pool. Computes in fp32, float64 if x is. The gradient is
-    deterministic. Raises ValueError for shapes that do not fit and for a backend that cannot run. Source: Kimi K3
-    report section 2.1.1.
+    deterministic. Raises ValueError for shapes that do not fit, for tensors that are no floats or lie on several
+    devices, for slots with gaps inside, and for a backend that cannot run. Source: Kimi K3 report section 2.1.1.
     """
     check(x_NC, weight_CW, packing, tail)
-    if not isinstance(tail, PooledTail):
-        return apply(x_NC, weight_CW, packing, tail, settle(backend, x_NC, weight_CW))
-    tail.keep(x_NC)
     name, wants_gradient = settle(backend, x_NC, weight_CW), x_NC.requires_grad or weight_CW.requires_grad
+    if not isinstance(tail, PooledTail):
+        return apply(x_NC, weight_CW, packing, tail, name)
+    check_slots(tail.pool)
+    tail.keep(x_NC)
     if name == "triton" and not (torch.is_grad_enabled() and wants_gradient):
         from rille.ops.conv import launch
 
@@ -61,7 +63,7 @@ def apply(
     x_NC: Tensor, weight_CW: Tensor, packing: Packing, tail_SPC: Tensor | None, name: str
 ) -> tuple[Tensor, Tensor]:
     if name == "reference":
-        return reference.short_conv(x_NC, weight_CW, packing, tail_SPC)
+        return without_autocast(reference.short_conv)(x_NC, weight_CW, packing, tail_SPC)
     from rille.ops.conv import launch
 
     tail_SPC = None if tail_SPC is None else tail_SPC.contiguous()

@@ -16,6 +16,7 @@ from rille.ops.kda.decode import kda_commit, kda_decode, kda_verify
 from rille.ops.kda.decode_operands import DecodeLayer, Pools, Projected, Remembered
 from rille.ops.kda.segments import cutting
 from rille.ops.kda.transition import segment_transition
+from rille.ops.settling import without_autocast
 from rille.packing import Packing
 
 __all__ = ["DecodeLayer", "Gate", "Places", "PooledState", "Pools", "Projected", "Remembered", "choose_backend", "kda"]
@@ -51,7 +52,7 @@ def without_triton(
         return "triton is not installed"
     from rille.ops.kda import forward
 
-    return forward.unsupported(q_NHK, v_NHV)
+    return forward.unsupported(q_NHK, k_NHK, v_NHV, z_NHK, b_NH)
 
 
 def wants_gradients(
@@ -62,8 +63,8 @@ def wants_gradients(
 
 
 BACKENDS: dict[str, Kda] = {
-    "reference": with_pool(reference.kda),
-    "chunk": with_pool(chunk.kda),
+    "reference": with_pool(without_autocast(reference.kda)),
+    "chunk": with_pool(without_autocast(chunk.kda)),
     "triton": triton_kda,
 }
 
@@ -86,14 +87,17 @@ def choose_backend(
     state: State = None,
 ) -> tuple[str, str]:
     """The backend that `kda` takes by default for these arguments, and why."""
-    if q_NHK.is_cuda:
-        reason = without_triton(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, state)
-        if not reason:
-            return "triton", "CUDA tensors"
-    else:
-        reason = "no CUDA tensors"
-    if gate.lower_bound is not None and -chunk.TILE * gate.lower_bound > chunk.LARGEST_EXPONENT:
-        return "reference", f"{reason}; a lower bound of {gate.lower_bound} is beyond what blocks hold"
+    steep = gate.lower_bound is not None and -chunk.TILE * gate.lower_bound > chunk.LARGEST_EXPONENT
+    reasons = [f"a lower bound of {gate.lower_bound} is beyond what blocks hold"] if steep else []
+    if not q_NHK.is_cuda:
+        reasons.insert(0, "no CUDA tensors")
+    elif obstacle := without_triton(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, state):
+        reasons.insert(0, obstacle)
+    if not reasons:
+        return "triton", "CUDA tensors"
+    reason = "; ".join(reasons)
+    if steep:
+        return "reference", reason
     longest = LONGEST_FOR_RECURRENCE if torch.is_grad_enabled() else LONGEST_WITHOUT_GRADIENT
     return ("reference" if packing.longest <= longest else "chunk"), reason
 
@@ -127,8 +131,8 @@ def kda(
     tokens keeps its state. Arithmetic and states are fp32, float64 if q, k, v, z or b is. Differentiable in every
     tensor but a pool.
 
-    Raises ValueError for shapes that do not fit, for a backend that is unknown or cannot run, and in "chunk" and
-    "triton" for a lower bound below -5 (README.md says why).
+    Raises ValueError for shapes that do not fit, for tensors that are no floats or lie on several devices, for a
+    backend that is unknown or cannot run, and in "chunk" and "triton" for a lower bound below -5 (README.md says why).
     Source: Kimi K3 report section 2.1.1; Kimi Linear report, arXiv 2510.26692.
     """
     check(q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, packing, state)

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from math import inf
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rille.ops.refusing import refuse_kinds, refuse_shapes, refuse_slots
 from rille.packing import Packing
 
 HAS_TRITON = find_spec("triton") is not None  # asked once: torch.compile cannot trace the question
@@ -35,9 +37,9 @@ class Gate:
     lower_bound: float | None
 
     def __post_init__(self) -> None:
-        if self.lower_bound is not None and not self.lower_bound < 0:
+        if self.lower_bound is not None and not -inf < self.lower_bound < 0:
             raise ValueError(
-                f"kda gate: lower_bound {self.lower_bound} must be negative, or None for the softplus gate"
+                f"kda gate: lower_bound {self.lower_bound} must be negative and finite, or None for the softplus gate"
             )
 
 
@@ -65,9 +67,10 @@ class PooledState:
     """States that live in a pool, read and overwritten in place; no gradient passes through a pool.
 
     pool [slots, H, V, K], fp32 as a rule; axis 0 may have any stride. slots int64 [S]: where each sequence's state
-    lies. Slots of one batch differ: two sequences with one slot would overwrite each other. That is checked where it
-    costs no wait, on the CPU. checkpoints int64 [M], if given: for each chunk of `packing.chunks(64)` the slot that
-    receives the state after it, -1 for none. between: states that are kept inside chunks; `Places` makes both.
+    lies. Slots of one batch differ: two sequences with one slot would overwrite each other. That, and whether the pool
+    has them, is checked where it costs no wait, on the CPU. checkpoints int64 [M], if given: for each chunk of
+    `packing.chunks(64)` the slot that receives the state after it, -1 for none. between: states that are kept inside
+    chunks; `Places` makes both.
     """
 
     pool: Tensor
@@ -76,8 +79,7 @@ class PooledState:
     between: Between | None = None
 
     def __post_init__(self) -> None:
-        if self.slots.device.type == "cpu" and self.slots.unique().numel() != self.slots.numel():
-            raise ValueError(f"kda state: slots {self.slots.tolist()} name one slot twice; each sequence needs its own")
+        refuse_slots("kda state", self.slots, self.pool.shape[0], self.checkpoints)
 
     @property
     def keeps(self) -> bool:
@@ -146,7 +148,8 @@ def ends_of(packing: Packing, chunks: Sequence[int]) -> list[End]:
 def check(
     q_NHK: Tensor, k_NHK: Tensor, v_NHV: Tensor, z_NHK: Tensor, b_NH: Tensor, gate: Gate, packing: Packing, state: State
 ) -> None:
-    """Raise ValueError with both shapes where one does not fit q [N, H, K] and v [N, H, V]."""
+    """Raise ValueError with both shapes where one does not fit q [N, H, K] and v [N, H, V], and for tensors that are no
+    floats or that lie on several devices."""
     if q_NHK.ndim != 3 or v_NHV.ndim != 3:
         raise ValueError(f"kda: q {tuple(q_NHK.shape)} and v {tuple(v_NHV.shape)} must be [N, H, K] and [N, H, V]")
     (N, H, K), V, S = q_NHK.shape, v_NHV.shape[2], packing.num_sequences
@@ -158,15 +161,20 @@ def check(
         "b": (b_NH, (N, H)),
         "gate.dt_bias": (gate.dt_bias, (H, K)),
     }
+    indices = {"packing": packing.starts}
     if isinstance(state, Tensor):
         expected["state"] = (state, (S, H, V, K))
-    elif state is not None:
+    elif isinstance(state, PooledState):
         expected["state.pool"] = (state.pool, (state.pool.shape[0], H, V, K))
-        expected["state.slots"] = (state.slots, (S,))
+        indices["state.slots"] = state.slots
+        refuse_shapes("kda", {"state.slots": (state.slots, (S,))})
         if state.checkpoints is not None:
-            expected["state.checkpoints"] = (state.checkpoints, (packing.chunks(CHUNK).spans.shape[0],))
-    for name, (tensor, shape) in expected.items():
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"kda: {name} has shape {tuple(tensor.shape)}, expected {shape}")
+            indices["state.checkpoints"] = state.checkpoints
+            of_chunks = (state.checkpoints, (packing.chunks(CHUNK).spans.shape[0],))
+            refuse_shapes("kda", {"state.checkpoints": of_chunks})
+    elif state is not None:
+        raise ValueError(f"kda: state is a {type(state).__name__}; give a tensor, a PooledState or None")
+    refuse_shapes("kda", expected)
     if gate.A_log.ndim != 1 or gate.A_log.shape[0] < H:
         raise ValueError(f"kda: gate.A_log has shape {tuple(gate.A_log.shape)}, expected at least ({H},)")
+    refuse_kinds("kda", {name: x for name, (x, _) in expected.items()} | {"gate.A_log": gate.A_log}, indices)

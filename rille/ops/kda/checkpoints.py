@@ -43,7 +43,9 @@ class Places:
     @classmethod
     def of(cls, packing: Packing, places: Sequence[Sequence[int]]) -> Places:
         """places: for each sequence after how many of its tokens in this batch a state is kept, rising. Raises
-        ValueError for places that do not rise or that lie outside of the sequence."""
+        ValueError for places that do not rise or that lie outside of the sequence, or another number of lists."""
+        if len(places) != packing.num_sequences:
+            raise ValueError(f"kda checkpoints: {len(places)} lists of places for {packing.num_sequences} sequences")
         for s, (some, length) in enumerate(zip(places, packing.lengths, strict=True)):
             if list(some) != sorted(set(some)) or not all(0 < tokens <= length for tokens in some):
                 raise ValueError(f"kda checkpoints: {list(some)} of sequence {s} must rise and lie in 1..{length}")

@@ -24,7 +24,16 @@ from torch import Tensor
 from rille.ops.kda.arguments import Between, Gate, PooledState, State, copy
 from rille.ops.kda.chunk import CHUNK, TILE, check_lower_bound
 from rille.ops.kda.intra import intra_kernel
-from rille.ops.kda.operands import INTERPRET, Intra, multiprocessors, operand_type, packed_heads, packed_states, types
+from rille.ops.kda.operands import (
+    INTERPRET,
+    Intra,
+    dense_states,
+    multiprocessors,
+    operand_type,
+    packed_heads,
+    packed_states,
+    types,
+)
 from rille.ops.kda.segment_launch import border_states
 from rille.ops.kda.segments import Segments, segments_of
 from rille.ops.kda.state_pass import state_pass_kernel
@@ -44,14 +53,14 @@ class Forward(NamedTuple):
     a_MHCC: Tensor
 
 
-def unsupported(q_NHK: Tensor, v_NHV: Tensor) -> str:
+def unsupported(q_NHK: Tensor, k_NHK: Tensor, v_NHV: Tensor, z_NHK: Tensor, b_NH: Tensor) -> str:
     """Why these kernels cannot run on such tensors, or an empty string."""
     K, V = q_NHK.shape[2], v_NHV.shape[2]
     if K not in KEY_WIDTHS or V not in VALUE_WIDTHS:
         return f"head widths K {K}, V {V}; the kernels are made for K in {KEY_WIDTHS}, V in {VALUE_WIDTHS}"
     if not q_NHK.is_cuda and not INTERPRET:
         return f"tensors on {q_NHK.device.type}"
-    if q_NHK.dtype == torch.float64:
+    if any(x.dtype == torch.float64 for x in (q_NHK, k_NHK, v_NHV, z_NHK, b_NH)):
         return "float64 tensors"
     return ""
 
@@ -85,8 +94,8 @@ def forward(
         pooled = (state.pool, state.slots, state.checkpoints, segments, second_pass(between))
         o_NHV, t_DMHCC, a_MHCC = forward_in_pool_op(*inputs, *pooled)
         return Forward(o_NHV, None, t_DMHCC, a_MHCC)
-    run = through or forward_op
-    return Forward(*run(*inputs, state, segments, 2 if gradients else 1)[:4])
+    run, initial_SHVK = through or forward_op, None if state is None else dense_states(state)
+    return Forward(*run(*inputs, initial_SHVK, segments, 2 if gradients else 1)[:4])
 
 
 def differentiated(*tensors: Tensor | None) -> bool:
@@ -222,8 +231,10 @@ def intra(
 
 
 def for_tma(x_NHK: Tensor) -> bool:
-    """bf16 that the TMA unit can address: rows and the first element at multiples of 16 bytes."""
-    return x_NHK.dtype == torch.bfloat16 and x_NHK.stride(0) % 8 == 0 and x_NHK.data_ptr() % 16 == 0
+    """bf16 that the TMA unit can address: rows and the first element at multiples of 16 bytes, and no row that begins
+    inside another one, as those of an expanded tensor do."""
+    row, width = x_NHK.stride(0), x_NHK.shape[1] * x_NHK.shape[2]
+    return x_NHK.dtype == torch.bfloat16 and row % 8 == 0 and row >= width and x_NHK.data_ptr() % 16 == 0
 
 
 def launch_tiles(heads: list[Tensor], others: tuple, made: Intra, lower_bound: float | None) -> None:

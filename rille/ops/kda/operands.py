@@ -46,6 +46,12 @@ def packed_heads(x: Tensor) -> Tensor:
     return x if inner == ((x.shape[2], 1) if x.ndim == 3 else (1,)) else x.contiguous()
 
 
+def dense_states(states_SHVK: Tensor) -> Tensor:
+    """[V, K] of each head without gaps; sequences may lie any distance apart."""
+    _, _, V, K = states_SHVK.shape
+    return states_SHVK if states_SHVK.stride()[1:] == (V * K, K, 1) else states_SHVK.contiguous()
+
+
 def packed_states(states: Tensor | None) -> Tensor | None:
     """States as the kernel reads them. A pool must lie right already: it is written in place."""
     if states is None:

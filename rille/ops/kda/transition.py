@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rille.ops.kda.arguments import Gate
+from rille.ops.kda.arguments import Gate, check
 from rille.ops.kda.chunk import CHUNK, check_lower_bound
 from rille.ops.kda.segments import by_row, flat, on_device, transition_in_chunks
+from rille.ops.settling import without_autocast
 from rille.packing import Packing
 
 
@@ -33,18 +34,19 @@ def segment_transition(
     into if nothing is written; local [S, H, V, K]: the state from a zero start. Both fp32 (float64 if k, v, z or b is);
     identity and zeros for a sequence without tokens. Two stretches of a sequence after one another give P_1 P_2 and
     local_1 P_2 + local_2. backend: "chunk" or "triton", by default the kernels for CUDA tensors. Not differentiable
-    with "triton". Raises ValueError for a lower bound below -5 and for a backend that is unknown or cannot run.
+    with "triton". Raises ValueError as `kda` does.
     Source: Kimi K3 report, context parallelism of KDA; README.md derives it.
     """
+    check(k_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate, packing, None)
     if backend is None:
         backend = "triton" if k_NHK.is_cuda else "chunk"
     if backend == "chunk":
-        return transition_in_chunks(k_NHK, v_NHV, z_NHK, b_NH, gate, packing)
+        return without_autocast(transition_in_chunks)(k_NHK, v_NHV, z_NHK, b_NH, gate, packing)
     if backend != "triton":
         raise ValueError(f'kda: unknown backend {backend!r} of segment_transition; there are "chunk" and "triton"')
     from rille.ops.kda import forward
 
-    if reason := forward.unsupported(k_NHK, v_NHV):
+    if reason := forward.unsupported(k_NHK, k_NHK, v_NHV, z_NHK, b_NH):
         raise ValueError(f"kda: backend 'triton' cannot run: {reason}")
     return transition_by_kernels(k_NHK, v_NHV, z_NHK, b_NH, gate, packing)
 
