@@ -94,7 +94,7 @@ def _close(tag: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # the dialect takes no bare one
 
 
 def _named_variants(schema: Any, root: Mapping[str, Any], where: str) -> list[Variant]:

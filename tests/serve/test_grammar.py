@@ -13,6 +13,7 @@ from rille.text.grammar import Grammar, continuations
 from rille.text.markup import escape
 from rille.text.parser import parse
 from rille.text.tokenizer import train_tokenizer
+from tests.serve.scripted import reply_ids
 
 USER = {"role": "user", "content": "hi"}
 TOOL = {
@@ -242,3 +243,15 @@ def test_faults_are_named(tokenizer, vocabulary):
     matcher = vocabulary.matcher(continuations("response", response_format=JSON_FORM))
     with pytest.raises(ValueError, match="does not allow token"):
         matcher.accept(tokenizer.encode("x")[0])
+
+
+def test_names_and_values_of_any_characters_can_be_written(tokenizer, vocabulary):
+    """The grammar's own text has them in quotes, some of which its lexer would not take as they are."""
+    odd = [f"a{chr(code)}b" for code in (*range(48), 92, 127, 133, 0x2028, 0xFFFE, 0x1F642)]
+    properties = {name: {"enum": odd} for name in odd}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": properties}}}
+    matcher = vocabulary.matcher(continuations("response", [tool]))
+    for name, value in zip(odd, reversed(odd), strict=True):
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {name: value}}}
+        ids = reply_ids(tokenizer, thinking=False, content="", tool_calls=[call])
+        assert matcher.count_valid(ids) == len(ids), (name, value)
