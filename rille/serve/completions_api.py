@@ -10,8 +10,10 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 from uuid import uuid4
+
+from pydantic import Field
 
 from rille.serve.asking import Ask, Body, Json, Limit, SamplingBody, UsageIn, read_stops, read_top_logprobs
 from rille.serve.chat_api import usage_body, usage_so_far, with_known_role
@@ -26,7 +28,8 @@ MAX_PROMPTS = 256
 
 
 class CompletionBody(SamplingBody):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    # In this order: of thousands of ids none need be looked at as something else first.
+    prompt: Annotated[str | list[int] | list[list[int]] | list[str], Field(union_mode="left_to_right")]
     max_tokens: Limit = 16
     logprobs: int | None = None
     echo: bool | None = None

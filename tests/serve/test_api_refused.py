@@ -227,7 +227,7 @@ def test_both_limits_hold(server, tokenizer):
 def test_forms_that_a_value_may_have_are_listed(server):
     """Not the fault of the first one alone, which may not be meant."""
     for path, body, name, forms in (
-        ("/v1/completions", {"prompt": ["a", 5]}, "prompt", "str, list[str], list[int], list[list[int]]"),
+        ("/v1/completions", {"prompt": ["a", 5]}, "prompt", "str, list[int], list[list[int]], list[str]"),
         (CHAT, {"messages": [USER], "stop": 5}, "stop", "str, list[str]"),
         (CHAT, {"messages": [USER], "tool_choice": [1]}, "tool_choice", "str, dict[str,any]"),
         ("/v1/responses", {"input": 5}, "input", "str, list[any]"),
