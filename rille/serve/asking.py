@@ -32,7 +32,8 @@ _TOOL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,255}")
 class Ask:
     """messages, tools, response_format: in the OpenAI form. tool_name: the one tool that must be called. stop: ends the
     answer, not the thinking. sampling: fields of `SamplingParams`; max_tokens None: as long as there is room. places:
-    where each message stands in the body, if that is not `messages` itself."""
+    where each message stands in the body, if that is not `messages` itself; words: what other things are called there,
+    by what a fault calls them."""
 
     messages: Sequence[Json]
     tools: Sequence[Json] | None = None
@@ -46,11 +47,14 @@ class Ask:
     max_tokens: int | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     places: Sequence[str] = ()
+    words: Mapping[str, str] = field(default_factory=dict)
 
     def in_its_words(self, fault: str) -> str:
-        """A fault of a message as one of what the client has sent."""
-        found = _MESSAGE.match(fault)
-        return f"{self.places[int(found[1])]}{fault[found.end() :]}" if found and self.places else fault
+        """A fault of the conversation as one of what the client has sent."""
+        if self.places and (found := _MESSAGE.match(fault)):
+            return f"{self.places[int(found[1])]}{fault[found.end() :]}"
+        ours = next((ours for ours in self.words if fault.startswith(ours)), "")
+        return self.words.get(ours, "") + fault[len(ours) :]
 
 
 class Body(BaseModel):

@@ -23,7 +23,8 @@ _OPENAI_TYPES = {
 }
 _ANTHROPIC_TYPES = {**_OPENAI_TYPES, 500: "api_error"}
 _NAMED = re.compile(
-    r"(messages|tools|stop|n|[a-z]+(?:_[a-z]+)+|temperature|prompt|seed|logprobs|input|instructions|include|system|thinking)"
+    r"(messages|tools|stop|n|[a-z]+(?:_[a-z]+)+|temperature|prompt|seed|logprobs|text\.format|conversation|input"
+    r"|instructions|include|system|thinking)"
     r"\b"
 )
 _CALLED = {"stop_ids": "stop_token_ids"}  # in bodies; the others have the same name there

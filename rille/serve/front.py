@@ -148,7 +148,10 @@ class Front:
         prepared = self.prepare(ask)
         room = self.room(len(prepared.ids), ask.max_tokens)
         offered = declared_tools(ask.messages, ask.tools)
-        grammar = self._grammar(ask, prepared, offered)
+        try:
+            grammar = self._grammar(ask, prepared, offered)
+        except ValueError as error:
+            raise ValueError(ask.in_its_words(str(error))) from None
         params = SamplingParams(
             **{"logprobs": False, **ask.sampling},
             max_tokens=room,

@@ -27,6 +27,7 @@ from rille.text.reply import CallArguments, CallBegin, Content, Event, Reasoning
 
 SIGNATURE = "rille"
 _TEXTS = {"thinking_delta": "thinking", "text_delta": "text", "input_json_delta": "partial_json"}
+_WORDS = {"response_format": "output_config.format", "tool_choice 'required'": "tool_choice 'any' or a tool"}
 _EFFORT_UP_TO = ((4_096, "low"), (16_384, "high"))  # tokens of a thinking budget; above: max
 
 
@@ -104,6 +105,7 @@ class MessagesBody(Body):
             max_tokens=self.max_tokens,
             sampling=self.given("temperature", "top_p", "top_k"),
             places=listed.places,
+            words=_WORDS,
         )
 
     def _choice(self) -> tuple[str | None, str | None, bool]:

@@ -26,6 +26,7 @@ from rille.text.reply import CallArguments, CallBegin, Content, Event, Reasoning
 
 _ENCRYPTED = "reasoning.encrypted_content"  # who asks for it wants thinking that can be sent back; here any can
 
+_WORDS = {"messages": "input", "response_format": "text.format"}
 
 Summary = Literal["auto", "concise", "detailed"]  # there are none: reasoning comes as it is
 
@@ -63,8 +64,8 @@ class ResponsesBody(Unheeded):
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
-    previous_response_id: None = None
-    conversation: None = None
+    previous_response_id: str | None = None
+    conversation: str | Json | None = None
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
 
@@ -73,6 +74,9 @@ class ResponsesBody(Unheeded):
 
     def ask(self) -> Ask:
         """Raises ValueError."""
+        for name in ("previous_response_id", "conversation"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name}: this server keeps no conversations; send all of the input each time")
         if others := sorted({*(self.include or ())} - {_ENCRYPTED}):
             raise ValueError(f"include: this server has no {others[0]!r}; it takes {_ENCRYPTED}, and thinking is open")
         if self.stream_options is not None and not self.stream:
@@ -94,6 +98,7 @@ class ResponsesBody(Unheeded):
             max_tokens=self.max_output_tokens,
             sampling=self.given("temperature", "top_p"),
             places=listed.places,
+            words=_WORDS,
         )
 
     def _format(self) -> Json | None:

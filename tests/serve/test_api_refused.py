@@ -260,7 +260,7 @@ NAMED = {
     ),
     "/v1/responses": (
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"input": []}, "messages"),
+        ({"input": []}, "input"),
         ({"include": ["reasoning"]}, "include"),
     ),
 }
@@ -305,3 +305,34 @@ def test_a_place_is_told_as_the_client_knows_it(server, path, body, place):
     for tools in ({}, {"tools": []}):
         status, answer, _ = server.post(path, {**head, **body, **tools})
         assert status == 400 and answer["error"]["message"].startswith(place), answer
+
+
+LOOP = {"type": "json_schema", "name": "a", "schema": {"$ref": "#"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "told", "name"),
+    [
+        ("/v1/responses", {"input": []}, "input must be a list with at least one message", "input"),
+        ("/v1/responses", {"input": "x", "text": {"format": {"type": "z"}}}, "text.format 'z' is not", "text.format"),
+        ("/v1/responses", {"input": "x", "text": {"format": LOOP}}, "text.format: a part of the schema", "text.format"),
+        ("/v1/responses", {"input": "x", "conversation": "c"}, "conversation: this server keeps no", "conversation"),
+        (
+            "/v1/responses",
+            {"input": "x", "previous_response_id": "resp_1"},
+            "previous_response_id: this server keeps no conversations; send all of the input each time",
+            "previous_response_id",
+        ),
+        ("/v1/messages", {"tool_choice": {"type": "any"}}, "tool_choice 'any' or a tool needs tools", None),
+        (
+            "/v1/messages",
+            {"output_config": {"format": {"type": "json_schema", "schema": {"$ref": "#"}}}},
+            "output_config.format: a part of the schema refers to itself",
+            None,
+        ),
+    ],
+)
+def test_a_fault_is_told_in_the_words_of_its_api(server, path, body, told, name):
+    body = body if path == "/v1/responses" else {"model": "tiny", "max_tokens": 5, "messages": [USER], **body}
+    status, answer, _ = server.post(path, body)
+    assert status == 400 and told in answer["error"]["message"] and answer["error"].get("param") == name
