@@ -251,14 +251,10 @@ def test_forks_are_kept_at_the_second_sighting():
 @pytest.mark.parametrize("branches", [0, 1], ids=["passed", "others go on from there too"])
 def test_what_a_conversation_has_passed_goes_before_what_is_older(branches):
     """The third turn goes on from the end of the second: who but others would ask for the end of the first?"""
-    engine = FakeEngine(200, retention=Retention(interval=0))
-    older, talk = ids(40, seed=5), ids(120)
-    engine.serve(older)
-    engine.serve(talk[:40])
-    for n in range(branches):
-        assert engine.serve(talk[:36] + ids(4, seed=9 + n)) == 32
-    for length in (80, 120):
-        engine.serve(talk[:length])
+    engine, older, talk = FakeEngine(200, retention=Retention(interval=0)), ids(40, seed=5), ids(120)
+    branch = [talk[:36] + ids(4, seed=9)] * branches
+    for text in (older, talk[:40], *branch, talk[:80], talk):
+        engine.serve(text)
     store, states = engine.cache.store, [Chain(one, UNIT).at(32) for one in (talk, older)]
     assert None not in map(store.state, states)
     store.allocate(store.pool.num_free + 3)  # what the second turn left inside goes first, then one of these
