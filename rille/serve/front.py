@@ -251,6 +251,7 @@ class Turn:
                         meter.tokens(index, len(tokens))
                         piece = self._piece(index, reader, tokens)
                         if reader.is_stopped:  # what the engine would go on to write nobody reads
+                            meter.stops()
                             self._front.engine.abort(self._handle.id, index)
                         yield piece
                     if isinstance(last := outputs[-1], Finished):
@@ -263,6 +264,7 @@ class Turn:
                         yield ended
         finally:
             if len(over) < self.num_choices:
+                meter.leaves(sum(reader.is_stopped for index, reader in enumerate(self._readers) if index not in over))
                 self.abort()
 
     def _piece(self, index: int, reader: Reader, tokens: Sequence[TokenOutput]) -> Piece:

@@ -63,6 +63,7 @@ class Meters:
     def __init__(self, engine: ServingEngine, model: str) -> None:
         self._registry = CollectorRegistry()
         self.num_stopped = 0  # choices that a stop string ended here, while the engine saw only that somebody aborted
+        self.num_stopping = 0  # the same, of which the engine has not told yet
         self.first, self.between, self.each = Counts(FIRST), Counts(BETWEEN), Counts(BETWEEN)
         self.whole, self.read, self.written = Counts(WHOLE), Counts(LENGTHS), Counts(LENGTHS)
         self._registry.register(_FromStats(engine, model, self))
@@ -103,9 +104,18 @@ class Meter:
             self._meters.between.add((now - last) / count, count)
         self._last[index] = now
 
+    def stops(self) -> None:
+        """A stop string has ended a choice here: what the engine will call an abort is none."""
+        self._meters.num_stopping += 1
+
+    def leaves(self, stopping: int) -> None:
+        """Nobody listens any more to what becomes of so many choices that stop."""
+        self._meters.num_stopping -= stopping
+
     def ended(self, finished: Finished, usage: Usage, stopped: bool) -> None:
         """usage: as the client is told; stopped: a stop string ended the choice here."""
         meters = self._meters
+        meters.num_stopping -= stopped
         meters.num_stopped += stopped and finished.reason == "abort"
         if not stopped and finished.reason not in ("stop", "length"):
             return
@@ -121,6 +131,7 @@ class _FromStats(Collector):
 
     def __init__(self, engine: ServingEngine, model: str, meters: Meters) -> None:
         self._engine, self._model, self._meters = engine, model, meters
+        self._aborted = 0
 
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats()
@@ -148,10 +159,8 @@ class _FromStats(Collector):
         finished = CounterMetricFamily(
             "vllm:request_success", "choices that ended, by reason", labels=["model_name", "finished_reason"]
         )
-        stopped = self._meters.num_stopped
-        moved = {"stop": stopped, "abort": -stopped}
-        for reason in get_args(FinishReason):
-            finished.add_metric([self._model, reason], stats.finished.get(reason, 0) + moved.get(reason, 0))
+        for reason, count in self._finished(stats).items():
+            finished.add_metric([self._model, reason], count)
         places = CounterMetricFamily(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "tokens guessed that came true, by their place in the draft",
@@ -160,6 +169,15 @@ class _FromStats(Collector):
         for place, count in enumerate(stats.accepted_at):
             places.add_metric([self._model, str(place)], count)
         yield from (misses, finished, places)
+
+    def _finished(self, stats: EngineStats) -> dict[str, int]:
+        """Choices that ended, by reason. No count falls, though it is told here that a choice stops before the engine
+        says that it was aborted."""
+        counts = {reason: stats.finished.get(reason, 0) for reason in get_args(FinishReason)}
+        counts["stop"] += self._meters.num_stopped
+        known = counts["abort"] - self._meters.num_stopped - self._meters.num_stopping
+        counts["abort"] = self._aborted = max(self._aborted, known)
+        return counts
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
         family = CounterMetricFamily(name, text, labels=["model_name"])

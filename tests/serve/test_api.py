@@ -5,13 +5,14 @@ import http.client
 import json
 import re
 import socket
+from dataclasses import replace
 
 import anthropic
 import openai
 import pytest
 
 from rille.serve.api import Limits
-from rille.serve.schema import EngineStats, Histogram, QueueFull, TooLarge, Unavailable
+from rille.serve.schema import EngineStats, Finished, FinishReason, Histogram, QueueFull, TooLarge, Unavailable, Usage
 from tests.serve.scripted import reply_ids
 from tests.serve.served import MAX_LENGTH, refused, serving, until
 from tests.serve.test_api_chat import FORMAT, USER
@@ -313,6 +314,35 @@ def value(server, name, **labels):
         if line.startswith(name + "{") and all(f'{key}="{label}"' in line for key, label in labels.items()):
             return float(line.rpartition(" ")[2])
     raise AssertionError(f"no {name} with {labels}")
+
+
+def test_no_count_of_ends_falls(tokenizer):
+    """However late the engine tells of a choice that a stop string has ended, and whether or not it does."""
+    with serving(tokenizer) as server:
+        meters, aborted = server.front.meters, Finished(0, "abort", Usage(1, 0, 1))
+        meter, seen = meters.begin(0.0), []
+
+        def look(abort: int, length: int = 0) -> None:
+            counts: dict[FinishReason, int] = {"abort": abort, "length": length}
+            server.engine.figures = EngineStats(finished=counts)
+            found = re.findall(r'success_total{.*reason="(\w+)".*} (\S+)', meters.text().decode())
+            ends = {reason: float(count) for reason, count in found}
+            seen.append((ends["abort"], ends["stop"], ends["length"]))
+
+        look(abort=5)
+        meter.stops()
+        look(abort=5)
+        look(abort=6)
+        meter.ended(aborted, aborted.usage, True)
+        look(abort=6)
+        meter.stops()
+        look(abort=6, length=1)  # it was over before it heard of it
+        meter.ended(replace(aborted, reason="length"), aborted.usage, True)
+        look(abort=6, length=1)
+        meter.stops()
+        meter.leaves(1)
+        look(abort=7, length=1)
+    assert seen == [(5, 0, 0), (5, 0, 0), (5, 0, 0), (5, 1, 0), (5, 1, 1), (5, 1, 1), (6, 1, 1)]
 
 
 def test_figures(server):
