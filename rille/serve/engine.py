@@ -236,8 +236,6 @@ class Engine:
         was not used before; every later token carries it. Requests under way go on with the new weights. Raises
         ValueError, with nothing changed, for an unknown name, another shape or kind, or a version that was used.
         """
-        if not isinstance(version, int) or version in self._versions:
-            raise ValueError(f"update_weights: version is {version!r}; give a whole number that was not used before")
         given = dict(named)
         there = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         if unknown := sorted(given.keys() - there.keys()):
@@ -254,6 +252,10 @@ class Engine:
                 raise ValueError(
                     f"update_weights: {name} has shape {list(tensor.shape)}, the model's {list(there[name].shape)}"
                 )
+        with self._lock:  # of two who come with one number one is refused
+            if not isinstance(version, int) or version in self._versions:
+                raise ValueError(f"update_weights: version is {version!r}; give a whole number that was not used yet")
+            self._versions.add(version)
         self._between_steps(lambda: self._replace(given, there, version))
 
     @torch.no_grad()
@@ -262,7 +264,6 @@ class Engine:
         for name, tensor in given.items():
             there[name].copy_(tensor)
         self.model.prepare()
-        self._versions.add(version)
         self.scheduler.renew(version)
         self.scheduler.cache.store.clear()
 

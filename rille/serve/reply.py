@@ -38,6 +38,7 @@ class Reply:
         self._is_free = not (bends or looks or params.logit_bias)
         self._least = params.min_tokens if self.stop_ids else 0
         self._plain_lots = [lot_of(params, 0.0)] if params.temperature == 0 else None
+        self._read = tuple(set(sequence.request.prompt)) if params.repetition_penalty != 1 else ()  # one penalty each
 
     @property
     def _written(self) -> Sequence[int]:
@@ -60,7 +61,6 @@ class Reply:
         """What decides the next token, and the one after each draft if it and those before come true."""
         params, place = self.sequence.request.params, self.sequence.num_written
         needs_ids = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
-        prompt = self.sequence.request.prompt if params.repetition_penalty != 1 else ()
         written = tuple(self._written) if needs_ids else ()
         masks = self._masks(drafts)
         return [
@@ -69,7 +69,7 @@ class Reply:
                 self.seed,
                 self.sequence.index,
                 place + ahead,
-                prompt,
+                self._read,
                 (*written, *drafts[:ahead]) if needs_ids else (),
                 masks[ahead],
                 self.stop_ids if place + ahead < params.min_tokens else frozenset(),

@@ -4,6 +4,7 @@ import asyncio
 import random
 import sys
 import threading
+import time
 from contextlib import suppress
 from functools import cache
 
@@ -270,6 +271,30 @@ def test_weights_change_between_steps_of_the_thread(model):
     [[one]] = served.generate([prompt(20)], SamplingParams(max_tokens=6, temperature=0))
     served.close()
     assert one.tokens == alone(other, prompt(20), 6) and one.versions == (2,) * 6
+
+
+def test_of_weights_with_one_number_one_is_taken():
+    """Both came before either was there: chains of the one would match the other."""
+    served = Engine(lively_model(), num_pages=60, hash_unit=64)
+    together, refused = threading.Barrier(4), []
+
+    def come():
+        together.wait()
+        try:
+            served.update_weights(served.model.named_parameters(), 3)
+        except ValueError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=come) for _ in range(4)]
+    with served._stepping:  # nobody gets on before all have looked
+        for thread in threads:
+            thread.start()
+        until = time.monotonic() + 10
+        while len(refused) < 3 and time.monotonic() < until:
+            time.sleep(0.01)
+    for thread in threads:
+        thread.join()
+    assert len(refused) == 3 and "version is 3" in refused[0] and served.version == 3
 
 
 def test_after_a_fault_nobody_waits(model):
