@@ -10,6 +10,7 @@ from rille.serve.front import Abilities, Front, Turn
 from rille.serve.handle import Alarm, RequestHandle
 from rille.serve.replying import ChatReader, Ended, TextReader
 from rille.serve.schema import Finished, TokenOutput, Usage
+from rille.text.reply import Content
 from tests.serve.scripted import reply_ids, small_tokenizer
 from tests.serve.served import ScriptedEngine
 
@@ -53,6 +54,21 @@ def test_a_piece_ends_where_a_stop_string_does(front):
     assert "".join(event.text for event in piece.events) == "one "
     assert last.usage.completion_tokens == len(piece.tokens) < len(ids)
     assert ("b", 0) in front.engine.ended
+
+
+def test_a_stop_string_counts_from_where_it_is_complete(front):
+    """It may have begun before min_tokens, with which those of a channel count too."""
+    ids = reply_ids(front.tokenizer, thinking=False, content="one STOP two STOP three")
+    whole, ends = [front.tokenizer.decode(ids[:n]) for n in range(len(ids) + 1)], []
+    for count in (1, 2):
+        ends.append(next(n for n, text in enumerate(whole) if text.count("STOP") == count))
+    assert front.tokenizer.decode(ids[: ends[0] - 1]).endswith(("S", "ST", "STO")), "it stands in several tokens"
+    for least in range(len(ids) + 1):
+        reader = ChatReader(front.tokenizer, "response", drop_calls=True, stops=["STOP"], min_tokens=least)
+        events = [event for token in ids for event in reader.take(TokenOutput(0, token, None))]
+        text = "".join(event.text for event in [*events, *reader.finish(end(len(ids)))] if isinstance(event, Content))
+        want = "one " if least <= ends[0] else "one STOP two " if least <= ends[1] else "one STOP two STOP three"
+        assert (text, reader.is_stopped) == (want, least <= ends[1])
 
 
 def test_nothing_is_lost_between_threads():
