@@ -1,4 +1,4 @@
-"""Barriers in shared memory stay barriers until a kernel gives them up.
+"""Where all threads of a program meet; and barriers in shared memory, which stay barriers until a kernel gives them up.
 
 For the compiler the eight bytes are free after the last wait, and it may lay a tile there. For the card they are a
 barrier until `mbarrier.inval` (PTX ISA: before that the memory must not serve anything else). Nothing is seen of it
@@ -9,11 +9,13 @@ keeps their bytes apart. `ahead.py` refuses kernels that do not.
 """
 
 # The kernels' language is compiled by Triton; a type checker reads it as Python and objects.
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # as Triton 3.6 calls it
 
 
 @gluon.jit

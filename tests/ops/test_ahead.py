@@ -1,6 +1,14 @@
 """What `rille.ops.ahead` reads from machine code."""
 
+import ast
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import rille
 from rille.ops.ahead import Build, Specimen, kept_barriers, lost_addresses, violations
+
+TOP = Path(rille.__file__).parent.parent
 
 SOUND = """
         /*0000*/                   LDC R1, c[0x0][0x28] ;
@@ -42,3 +50,20 @@ def test_barriers_that_are_not_given_up_break_the_build() -> None:
     assert [kept_barriers(PTX + GIVEN_UP * count) for count in range(3)] == [2, 1, 0]
     build = Build("x", 8, 255, 0, 0, 0, 0, 10, 0, 0, kept_barriers(PTX + GIVEN_UP))
     assert violations(Specimen("x", None, {}), build) == ["x: 1 barriers are never given up"]
+
+
+def test_gluon_kernels_name_only_what_the_installed_triton_has() -> None:
+    """Gluon renames: `thread_barrier` of Triton 3.6 is `barrier` since. No interpreter looks such a name up."""
+    unknown, asked = [], 0
+    for path in sorted((TOP / "rille" / "ops").rglob("*_gluon.py")):
+        module = import_module(".".join(path.relative_to(TOP).with_suffix("").parts))
+        tree = ast.parse(path.read_text())
+        guarded = {id(node) for choice in ast.walk(tree) if isinstance(choice, ast.IfExp) for node in ast.walk(choice)}
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name) or id(node) in guarded:
+                continue
+            owner = getattr(module, node.value.id, None)
+            if isinstance(owner, ModuleType):
+                asked += 1
+                unknown += [] if hasattr(owner, node.attr) else [f"{path.name}: {node.value.id}.{node.attr}"]
+    assert not unknown and asked > 1000

@@ -22,6 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
+from rille.ops.barriers_gluon import barrier
 from rille.ops.kda.numbers_gluon import LOG2E, bf16, exp2, leading_bits, reciprocal, wide
 
 TALL: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [8, 1], [16, 8]))  # [channels, 32]
@@ -210,7 +211,7 @@ def pairs_of_rows(do_s, dv_s, u_s, v, numbers_s, own_s, along_s, pairs_s):
     k_aa = gl.where(i > j, pairs(dv_s, u_s, 0, 0), 0.0) * -beta_a
     k_ba = pairs(dv_s, u_s, 1, 0) * -beta_a
     k_bb = gl.where(i > j, pairs(dv_s, u_s, 1, 1), 0.0) * -beta_b
-    gl.thread_barrier()
+    barrier()
     own_a = own_s.index(0).load(gl.SliceLayout(0, SQUARE))[None, :] * beta_a
     own_b = own_s.index(1).load(gl.SliceLayout(0, SQUARE))[None, :] * beta_b
     size = gl.maximum(largest(aa, ba, bb), largest(k_aa, k_ba, k_bb))
@@ -223,7 +224,7 @@ def pairs_of_rows(do_s, dv_s, u_s, v, numbers_s, own_s, along_s, pairs_s):
     pairs_s[3].store((k_aa * per_unit).to(gl.bfloat16))
     pairs_s[4].store((k_ba * per_unit).to(gl.bfloat16))
     pairs_s[5].store((k_bb * per_unit).to(gl.bfloat16))
-    gl.thread_barrier()
+    barrier()
     return unit
 
 
@@ -369,10 +370,10 @@ def local_tile_kernel(
     v = rows_of(v_ptr + (token * v_stride + h * 128), v_stride, count)
 
     async_copy.wait_group(1)
-    gl.thread_barrier()
+    barrier()
     unit = pairs_of_rows(do_s, dv_s, u_s, v, numbers_s, own_s, along_s, pairs_s)
     async_copy.wait_group(0)
-    gl.thread_barrier()
+    barrier()
     tiles = (q_s, state_s, dstate_s, do_s, dv_s, u_s, pairs_s, numbers_s, own_s, along_s)
     places = (dq_ptr + (token * (H * 128) + h * 128), dk_ptr + (token * (H * 128) + h * 128), db_ptr + (token * H + h))
     carried = along_channels(state_s, dstate_s)[:, None] * (exp2(t0 + t1 + t2 + t3) / unit)

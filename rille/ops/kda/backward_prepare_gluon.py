@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from rille.ops.barriers_gluon import barrier
 from rille.ops.kda.backward_local_gluon import (
     BLOCK,
     CHANNEL,
@@ -115,7 +116,7 @@ def prepare_tile_kernel(
     betas_s._reinterpret(gl.float32, [64], LINE).store(beta)
 
     async_copy.wait_group(1)
-    gl.thread_barrier()
+    barrier()
     g = decay_of(z_s, bias, rate, lower_bound, count, 0)
     x_a = times_ones(g, anchors_s, 2)
     t0, t1 = tile_sums(g)
@@ -130,7 +131,7 @@ def prepare_tile_kernel(
     gl.store(at_totals + 384, t3)
 
     async_copy.wait_group(0)
-    gl.thread_barrier()
+    barrier()
     line = gl.arange(0, 32, gl.SliceLayout(1, WIDE))
     for half in gl.static_range(2):
         q_norm, k_norm = row_norm(q_s[half]), row_norm(k_s[half])
@@ -138,7 +139,7 @@ def prepare_tile_kernel(
         gl.store(norms_ptr + (64 + 32 * half + line), k_norm)
         numbers_s.index(half).store(q_norm)
         numbers_s.index(2 + half).store(k_norm)
-    gl.thread_barrier()
+    barrier()
     low = gl.num_programs(0).to(gl.int64) * (64 * 128)
     places = (q_out_ptr + out * (64 * 128), k_start_ptr + out * (64 * 128), k_end_ptr + out * (64 * 128))
     operands_of_half(x_a, t0, t1 + t2 + t3, q_s, k_s, numbers_s, betas_s, places, low, scale, 0, DIGITS)

@@ -31,6 +31,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
+from rille.ops.barriers_gluon import barrier
 from rille.ops.kda.backward_local_gluon import (
     BLOCK,
     CHANNEL,
@@ -370,10 +371,10 @@ def softplus_tile_kernel(
     v = rows_of(v_ptr + (token * v_stride + h * 128), v_stride, count)
 
     async_copy.wait_group(1)
-    gl.thread_barrier()
+    barrier()
     unit = pairs_of_rows(do_s, dv_s, u_s, v, numbers_s, own_s, along_s, pairs_s)
     async_copy.wait_group(0)
-    gl.thread_barrier()
+    barrier()
     tiles = (q_s, state_s, dstate_s, do_s, dv_s, u_s, pairs_s, numbers_s, own_s, along_s, ones_s)
     places = (dq_ptr + (token * (H * 128) + h * 128), dk_ptr + (token * (H * 128) + h * 128), db_ptr + (token * H + h))
     through = along_channels(state_s, dstate_s)[:, None] * (exp2(t0 + t1 + t2 + t3) / unit)

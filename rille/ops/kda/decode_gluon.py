@@ -17,10 +17,8 @@ Suffixes: T tokens, K key channels, V value channels, 1 a broadcast axis; C chan
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from rille.ops.barriers_gluon import barrier
 from rille.ops.chain_gluon import meet
-
-# Triton 3.7 calls it `barrier`.
-barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 # Shared memory without swizzling: a tile [T, N], and the same bytes as T rows of N.
 TILE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))

@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from rille.ops.barriers_gluon import give_up
+from rille.ops.barriers_gluon import barrier, give_up
 from rille.ops.kda.numbers_gluon import (
     LOG2E,
     add,
@@ -116,7 +116,7 @@ def decays_of(panel, slope, bias, lower_bound, totals_s, tile):
     total = gl.sum(gl.where(row == 15, sums, -0.0), 1)
     totals_s._reinterpret(gl.float32, [4, 64], PLAIN).store(total)
     x = sums - gl.where((tile % 2 == 0)[:, None], total, 0.0)[:, None, :]
-    gl.thread_barrier()
+    barrier()
     lines = totals_s._reinterpret(gl.float32, [4, 64], LINE)
     totals = ()
     for n in gl.static_range(4):
@@ -143,7 +143,7 @@ def rows_of_panel(
     q_s.store(rows(q_up))
     gl.store(q_out, bf16(gl.where(late, q_middle, q_up) * from_start))
     k = tiles_of(k_s) * k_factors.load(OF_ROW)[:, :, None]
-    gl.thread_barrier()
+    barrier()
     k_up, k_down = k * up, k * down
     k_middle = gl.where(late, k_up, k_down) * over_middle
     k_s.store(rows(k_up))
@@ -222,7 +222,7 @@ def intra_tile_kernel(
     mbarrier.init(bars.index(0), count=1)
     mbarrier.init(bars.index(1), count=1)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     mbarrier.expect(bars.index(0), z_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(z_desc, [start, h * K], bars.index(0), z_s)
     mbarrier.expect(bars.index(1), q_desc.block_type.nbytes + k_desc.block_type.nbytes)
@@ -270,10 +270,10 @@ def intra_tile_kernel(
         )  # fmt: skip
         starts = starts + (begin,)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     lower, a = squares_of(q_s, k_s, z_s, middle_s, K)
     give_up(bars)
-    gl.thread_barrier()  # the operands' places are free, and the barriers'
+    barrier()  # the operands' places are free, and the barriers'
     for c in gl.static_range(K // 64):
         k_panels.index(c).store(starts[c])
     a_s = q_panels.index(0)
@@ -286,15 +286,15 @@ def intra_tile_kernel(
     l_s.store(lower * beta)
     a_s.store((gl.where(i >= j[None, :], a, 0.0) * beta).to(BF16))
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     tma.async_copy_shared_to_global(a_desc, [program * 64, 0], a_s)
     invert(l_s, middle_s.index(0), num_warps)
-    gl.thread_barrier()
+    barrier()
     exact = l_s.load(PRODUCT)
     t = exact.to(BF16)
     t_s.store(t)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     tma.async_copy_shared_to_global(t_desc, [program * 64, 0], t_s)
     if DIGITS == 2:
         low_s = l_s._reinterpret(BF16, [64, 64], PANEL)  # all have read the inverse
@@ -304,7 +304,7 @@ def intra_tile_kernel(
     w_s = middle_s._reinterpret(BF16, [64, K], w_desc.layout)
     w_s.store(w.to(BF16))
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     tma.async_copy_shared_to_global(w_desc, [program * 64, 0], w_s)
     if DIGITS == 2:
         tma.async_copy_shared_to_global(t_desc, [(gl.num_programs(0) + program) * 64, 0], low_s)

@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from rille.ops.barriers_gluon import give_up
+from rille.ops.barriers_gluon import barrier, give_up
 from rille.ops.kda.numbers_gluon import LOG2E, add, exp2, inverse_root, reciprocal, softplus_decay
 from rille.ops.kda.solve_gluon import SQUARE_S, invert
 
@@ -159,7 +159,7 @@ def nested_rows_of_k(
     over_middle, from_start, to_end = decays_of_tiles(tile, totals)
     second, late = (tile % 2 == 1)[:, None][:, None, :], (tile >= 2)[:, None][:, None, :]
     k_parts = quarters_of(tiles_of(k_s, TILES, FLAT, K), PART)
-    gl.thread_barrier()  # all rows of k are in registers
+    barrier()  # all rows of k are in registers
     for p in gl.static_range(PARTS):
         from_tile, to_block, to_tile = block_factors(factors, p < PARTS // 2)
         k = k_parts[p].to(gl.float32) * k_factors.slice(p * R, R, 1).load(gl.SliceLayout(2, PART))[:, :, None]
@@ -186,7 +186,7 @@ def nested_rows_of_q(
     over_middle, from_start, _ = decays_of_tiles(tile, totals)
     q_parts = quarters_of(tiles_of(q_s, TILES, FLAT, K), PART)
     rows = ()
-    gl.thread_barrier()  # all rows of q are in registers, and k's have been read
+    barrier()  # all rows of q are in registers, and k's have been read
     for p in gl.static_range(PARTS):
         from_tile, _, _ = block_factors(factors, p < PARTS // 2)
         q = q_parts[p].to(gl.float32) * q_factors.slice(p * R, R, 1).load(gl.SliceLayout(2, PART))[:, :, None]
@@ -237,11 +237,11 @@ def nested_products_of_q(
     """A likewise. rows: of q for the last product, which take a place that the first two have read."""
     fence_async_shared()
     tiles = two_products(up_s, down_s, up_s, blocks_s, 8, SQUARE, PRODUCT)
-    gl.thread_barrier()
+    barrier()
     for p in gl.static_range(PARTS):
         put(up_s, rows[p], p, R, K)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     rest = two_products(q_s, pairs_s, up_s, kw_s, 32, SQUARE, PRODUCT)
     return gl.where(rows_apart(SQUARE) < 16, tiles, rest)
 
@@ -301,7 +301,7 @@ def intra_softplus_kernel(
     mbarrier.init(bars.index(0), count=1)
     mbarrier.init(bars.index(1), count=1)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     mbarrier.expect(bars.index(0), z_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(z_desc, [start, h * K], bars.index(0), z_s)
     mbarrier.expect(bars.index(1), q_desc.block_type.nbytes + k_desc.block_type.nbytes)
@@ -356,7 +356,7 @@ def intra_softplus_kernel(
     i = gl.arange(0, 64, gl.SliceLayout(1, SQUARE))[:, None]
     j = gl.arange(0, 64, gl.SliceLayout(0, SQUARE))[None, :]
     give_up(bars)
-    gl.thread_barrier()  # the operands' places are free, and the barriers'
+    barrier()  # the operands' places are free, and the barriers'
     beta = factors_s.index(2).load(gl.SliceLayout(0, SQUARE))[None, :]
     a_s = q_s._reinterpret(BF16, [64, 64], a_desc.layout)
     a_s.store((gl.where(i >= j, a, 0.0) * beta).to(BF16))
@@ -366,10 +366,10 @@ def intra_softplus_kernel(
         l_s = gl.allocate_shared_memory(gl.float32, [64, 64], SQUARE_S)
     l_s.store(lower * beta)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     tma.async_copy_shared_to_global(a_desc, [program * 64, 0], a_s)
     invert(l_s, kw_s, num_warps)
-    gl.thread_barrier()
+    barrier()
     exact = l_s.load(SQUARE)
     t = exact.to(BF16)
     t_s = k_s._reinterpret(BF16, [64, 64], t_desc.layout)
@@ -377,7 +377,7 @@ def intra_softplus_kernel(
     parts_s = pairs_s._reinterpret(BF16, [64, 64], t_desc.layout)
     parts_s.store(gl.reshape(gl.reshape(t, [64, 4, PARTS, R]).permute((0, 2, 1, 3)), [64, 64]))
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     tma.async_copy_shared_to_global(t_desc, [program * 64, 0], t_s)
     if DIGITS == 2:
         low_s = z_s._reinterpret(BF16, [64, 64], t_desc.layout)  # L's place or k down's: both have been read
@@ -386,7 +386,7 @@ def intra_softplus_kernel(
     w = warpgroup_mma_wait(0, deps=(w,))
     kw_s.store((-w).to(BF16))
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     tma.async_copy_shared_to_global(w_desc, [program * 64, 0], kw_s)
     if DIGITS == 2:
         tma.async_copy_shared_to_global(t_desc, [(gl.num_programs(0) + program) * 64, 0], low_s)

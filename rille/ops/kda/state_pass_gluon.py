@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from rille.ops.barriers_gluon import give_up
+from rille.ops.barriers_gluon import barrier, give_up
 
 
 @gluon.jit
@@ -102,7 +102,7 @@ def multiply(
         tma.store_wait(0)  # the buffer's last content has left
         o_buffer.permute((1, 0)).store(o.to(DTYPE))
         fence_async_shared()
-        gl.thread_barrier()
+        barrier()
         mbarrier.arrive(empty.index(s), count=1)  # after the barrier: every warp is done with the slot
         if left < 64:
             wide = o_buffer.load(WIDE)

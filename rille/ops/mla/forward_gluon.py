@@ -29,10 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from rille.ops.barriers_gluon import give_up
-
-# Triton 3.7 calls it `barrier`.
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+from rille.ops.barriers_gluon import barrier, give_up
 
 
 @gluon.jit

@@ -25,8 +25,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# Triton 3.7 calls it `barrier`.
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+from rille.ops.barriers_gluon import barrier
 
 
 @gluon.jit

@@ -20,6 +20,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from rille.ops.barriers_gluon import barrier
+
 
 @gluon.jit
 def tile_of_product(left, right, WHICH: gl.constexpr, TILES: gl.constexpr, SUMS: gl.constexpr):
@@ -52,13 +54,13 @@ def tile_of_polynomial(x, a, b, c, WHICH: gl.constexpr, TILES: gl.constexpr, SUM
 @gluon.jit
 def put(target, x0, x1, x2, TILES: gl.constexpr):
     """A matrix from registers into shared memory, when nobody reads the old one any more."""
-    gl.thread_barrier()
+    barrier()
     target.index(0).store(x0)
     if TILES == 2:
         target.index(1).store(x1)
         target.index(2).store(x2)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
 
 
 @gluon.jit
