@@ -233,7 +233,7 @@ def read_conversation(path: Path) -> list[Json]:
         raise ValueError(f"{path} is no file")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} holds no conversation: it is not JSON ({error})") from None
     messages: Any = content.get("messages") if isinstance(content, dict) else content
     try:

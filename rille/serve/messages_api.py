@@ -28,6 +28,7 @@ from rille.text.reply import CallArguments, CallBegin, Content, Event, Reasoning
 SIGNATURE = "rille"
 _TEXTS = {"thinking_delta": "thinking", "text_delta": "text", "input_json_delta": "partial_json"}
 _WORDS = {"response_format": "output_config.format", "tool_choice 'required'": "tool_choice 'any' or a tool"}
+_ROOM = 200  # levels
 _EFFORT_UP_TO = ((4_096, "low"), (16_384, "high"))  # tokens of a thinking budget; above: max
 
 
@@ -238,7 +239,10 @@ class _Block:
 def _arguments(text: str) -> Any:
     """Arguments that were cut off, or are no JSON, come as a text under one name: nothing is lost."""
     try:
-        return strict_json(text)
+        value = strict_json(text)
+        if text.count("[") + text.count("{") > _ROOM:  # what is written lies deeper, in a reply and on the stack
+            strict_json("[" * _ROOM + text + "]" * _ROOM)
+        return value
     except (ValueError, RecursionError):
         return {"unfinished": text}
 

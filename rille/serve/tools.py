@@ -64,7 +64,7 @@ class Tool:
     def _read(self, arguments: str) -> dict[str, Any]:
         try:
             given = json.loads(arguments or "{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ToolError(f"the arguments are not JSON ({error})") from None
         if not isinstance(given, dict):
             raise ToolError(f"the arguments must be a JSON object, not {json_type(given)}")

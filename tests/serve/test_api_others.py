@@ -159,6 +159,19 @@ def test_numbers_that_no_reply_could_hold_come_as_they_were_written(server, clau
     assert block.input == {"unfinished": f'{{"number": {number}}}'} and message.stop_reason == "tool_use"
 
 
+def test_arguments_of_any_depth_come_back(server, claude, tokenizer, monkeypatch):
+    """As objects, or as they were written where no reader is sure to take them."""
+    monkeypatch.setattr(server.engine, "is_checking", False)
+    ids = reply_ids(tokenizer, thinking=False, content="", tool_calls=[CALL])
+    begun, ended = tokenizer.decode(ids).replace('"number"', '"n"', 1).replace('"number"', '"array"', 1).split("21")
+    for depth in (5, 300, *range(700, 1100, 10)):
+        text = "[" * depth + "]" * depth
+        server.say(tokenizer.encode_with_specials(begun + text + ended))
+        [block] = ask(claude, tools=[CLAUDE], max_tokens=3000).content
+        said = block.input.get("unfinished", json.dumps(block.input))
+        assert said in (f'{{"n": {text}}}', f'{{"n": "{text}"}}')
+
+
 def test_the_clients_tool_runner_goes_on_without_a_thread(server, claude, tokenizer):
     """It asks for a conversation that the server keeps, unless it is told in its own words that there is none."""
 

@@ -168,3 +168,13 @@ def loud(count: int) -> str:
 def test_what_a_tool_prints_is_no_answer(capsys):
     assert declare(loud).run('{"count": 3}') == "xxx"
     assert capsys.readouterr() == ("", "counting\n")
+
+
+def test_arguments_that_nest_too_deep_are_told_to_the_model():
+    def total(numbers: list[int]) -> int:
+        """The sum."""
+        return sum(numbers)
+
+    for arguments in ("[" * 100_000, '{"numbers": ' + "[" * 100_000):
+        with pytest.raises(ToolError, match="the arguments are not JSON"):
+            declare(total).run(arguments)
