@@ -30,12 +30,13 @@ _watchers = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
 def launch(kernel: Any, programs: int | tuple[int, ...], arguments: tuple[Any, ...], **constants: Any) -> None:
     """`kernel[programs](*arguments, **constants)`. programs: of each axis of the grid. arguments: all that are no
     constants, in order; in the kernel's signature constants follow them. constants: those and options such as
-    num_warps, hashable."""
+    num_warps, hashable. Raises ValueError for a tensor on another card than the current one, on which kernels run and
+    which may not reach its memory."""
     if INTERPRET:
         kernel[programs if isinstance(programs, tuple) else (programs,)](*arguments, **constants)
         return
     device = torch.cuda.current_device()
-    kinds, given = described_all(arguments)
+    kinds, given = described_all(arguments, device)
     key = (id(kernel), device, *constants.items(), *kinds)
     found = _compiled.get(key)
     grid = (*programs, 1, 1)[:3] if isinstance(programs, tuple) else (programs, 1, 1)
@@ -53,20 +54,25 @@ def launch(kernel: Any, programs: int | tuple[int, ...], arguments: tuple[Any, .
     compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *given, *values)
 
 
-def described_all(arguments: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
+def described_all(arguments: tuple[Any, ...], device: int = 0) -> tuple[list[Any], list[Any]]:
     """What the compiled code may take for granted about the arguments, and what it is given: of a tensor on a card the
     address, for of a tensor the launcher asks the driver each time whether its memory can be reached."""
     kinds, given = [], []
     for x in arguments:
         if isinstance(x, Tensor):
-            at = x.data_ptr()
+            at, card = x.data_ptr(), x.get_device()
             kinds += x.dtype, at % 16 == 0
-            given.append(at if x.is_cuda else x)
+            given.append(at if card >= 0 else x)
+            if card != device and card >= 0:
+                raise ValueError(
+                    f"a kernel runs on cuda:{device}, the current device, and is given a tensor on cuda:{card}: make "
+                    f"that one current, with torch.cuda.set_device({card})"
+                )
         elif isinstance(x, int):
             kinds.append((x % 16 == 0, x == 1, -(2**31) <= x < 2**31))
             given.append(x)
         elif isinstance(x, tuple):
-            inner, members = described_all(x)
+            inner, members = described_all(x, device)
             kinds.append(tuple(inner))
             given.append(tuple(members))
         else:

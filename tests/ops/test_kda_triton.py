@@ -277,6 +277,20 @@ def test_a_launch_is_given_addresses_of_what_is_on_a_card_only() -> None:
     assert described_all((x, 3, (x, None)))[1] == [x, 3, (x, None)]
 
 
+class OnSecondCard(Tensor):
+    def get_device(self) -> int:
+        return 1
+
+
+def test_a_launch_refuses_tensors_of_another_card() -> None:
+    """It would run on the current one with addresses of the other."""
+    x = torch.zeros(4).as_subclass(OnSecondCard)
+    assert described_all((x,), 1)[1] == [x.data_ptr()]
+    for given in ((x,), (3, (None, x))):
+        with pytest.raises(ValueError, match=r"runs on cuda:0, .* a tensor on cuda:1: .*set_device\(1\)"):
+            described_all(given, 0)
+
+
 def assert_twins_agree(results: list[tuple[Tensor | None, ...]]) -> None:
     for x, y in zip(*results, strict=True):
         assert x is not None and y is not None
