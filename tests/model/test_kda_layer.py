@@ -7,6 +7,8 @@ from rille.model import kda
 from rille.model.context import Context
 from rille.model.model import new_model
 from rille.model.presets import preset
+from rille.ops import conv
+from rille.ops import kda as kda_op
 from rille.packing import Packing
 
 SMALL = preset("tiny").replace(num_layers=3, mla_layers=(1,))
@@ -55,3 +57,38 @@ def test_compiled_model():
     torch.testing.assert_close(
         torch.compile(model, backend="eager")(ids, Context(packing)), model(ids, Context(packing))
     )
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """What a GPU chooses, in the interpreter; nothing hands out poison, which cannot be traced."""
+    pytest.importorskip("triton")
+    for op in (kda_op, conv):
+        monkeypatch.setattr(op, "choose_backend", lambda *_: ("triton", "as on a GPU"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's test")
+@pytest.mark.usefixtures("kernels")
+class TestCompiledLayer:
+    @pytest.fixture
+    def poisoned_memory(self):
+        """None here."""
+
+    def test_one_graph_with_kernels(self):
+        """Outputs, gradients, and states that move on in a pool: bit for bit those without a compiler."""
+        c = SMALL.replace(kda_head_dim=64, kda_heads=2)
+        model, memory, again = new_model(c), *(new_model(c).new_memory(2) for _ in range(2))
+        layer = model.layers["0"].attn
+        x = torch.randn(30, c.hidden_size, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        packing = memory.packing([20, 10])
+        eager = layer(x, Context(packing))  # first: a packing derives its indices on the host, outside any graph
+        torch._dynamo.reset()
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        got = compiled(x, Context(packing))
+        assert torch.equal(got, eager)
+        assert torch.equal(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (got, eager)))
+        with torch.no_grad():
+            got, want = compiled(x, Context(packing, memory)), layer(x, Context(packing, again))
+        assert torch.equal(got, want)
+        assert torch.equal(memory.state(0).pool, again.state(0).pool) and memory.state(0).pool.any()
+        assert torch.equal(memory.tail(0).pool, again.tail(0).pool) and memory.tail(0).pool.any()
