@@ -67,5 +67,6 @@ class Chain:
         state.update(self.ids[start:stop].tobytes())
         for first, end, digest in self._pictures:
             if first < stop and end > start:
-                state.update(b"picture %d %s" % (first, digest.encode()))
+                name = digest.encode()
+                state.update(b"picture %d %d %s" % (first, len(name), name))
         return state.digest()

@@ -1,4 +1,4 @@
-"""Pages: sizes, the tier behind the pool, and random walks after which no page is lost."""
+"""Pages: sizes, the tier behind the pool, what hashes tell apart, and random walks after which no page is lost."""
 
 import random
 
@@ -143,6 +143,20 @@ def test_a_page_is_not_free_twice():
     with pytest.raises(AssertionError, match="free already"):
         pool.give([page])
     assert Copy(1, 2).rows is None
+
+
+# --- chains ---
+
+
+def test_two_pictures_are_not_one_whose_digest_says_both():
+    places = [
+        ((2, 4, "x"), (5, 6, "y")),
+        ((2, 4, "y"), (5, 6, "x")),
+        ((2, 4, "xpicture 5 y"),),
+        ((2, 4, "xpicture 5 1 y"),),
+    ]
+    places += [((5, 6, "y"),), ((2, 4, "x"),), ((2, 4, "x"), (5, 6, ""))]
+    assert len({Chain(ids(UNIT), UNIT, pictures=some).at(UNIT) for some in places}) == len(places)
 
 
 # --- random walks ---
