@@ -220,6 +220,16 @@ def test_long_memory() -> None:
         assert distance(got, want) <= ROUNDING * want.norm().item() + 4 * distance(by_token, want)
 
 
+def test_the_blocked_form_does_not_drift() -> None:
+    """Over 65,536 tokens, of which the first keeps e^-2 to the end; in float64 the form stands for the recurrence."""
+    inputs, packing = draw_gated(torch.tensor(-12.0), (65536,), H=1, K=8, V=5), Packing.of((65536,))
+    (o, final), (exact_o, exact_final) = (
+        call(inputs, packing, inputs.state.to(dtype), "chunk", dtype=dtype) for dtype in (torch.float32, torch.float64)
+    )
+    for got, want in ((o, exact_o), (final, exact_final)):
+        assert distance(got, want) <= ROUNDING * want.norm().item()
+
+
 def call(inputs: Inputs, packing: Packing, state: Tensor | PooledState | None, backend: str, **options: Any) -> Any:
     q, k, v, z, b, A_log, dt_bias, *_ = inputs.tensors(options.get("dtype", torch.float64))
     rows = options.get("rows", slice(None))

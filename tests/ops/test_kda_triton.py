@@ -142,6 +142,20 @@ def test_long_memory() -> None:
     assert_equals_reference(inputs, gate, lengths, error=2 * ERROR)
 
 
+@pytest.mark.parametrize("tokens", [4096, pytest.param(65536, marks=pytest.mark.gpu)])
+def test_states_do_not_drift(tokens: int) -> None:
+    """Keeps e^-2 of its first token after 65,536, and what 1,000 chunks round must not add up. In double precision the
+    blocked form stands for the recurrence, which it equals to 1e-12 (`test_kda.py`)."""
+    inputs, gate = draw((tokens,), H=1)
+    packing, gate = Packing.of((tokens,), device=DEVICE), Gate(0 * gate.A_log, 0 * gate.dt_bias, -5.0)
+    inputs[3], state = torch.full_like(inputs[3], -12.0), states(packing, inputs)
+    exact = kda(*(x.double() for x in inputs), gate, packing, state, backend="chunk")
+    got = kda(*inputs, gate, packing, state, backend="triton")
+    for x, y in zip(got, exact, strict=True):
+        assert x is not None and y is not None
+        assert (x.double() - y.double()).norm() <= 2 * ERROR * y.double().norm()
+
+
 @pytest.mark.parametrize("bound", [-5.0, None])
 @pytest.mark.parametrize("place", range(5))
 def test_nan_stays_in_its_sequence(place: int, bound: float | None) -> None:
