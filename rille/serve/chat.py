@@ -19,7 +19,7 @@ from rille.model.checkpoint import load_model
 from rille.model.locate import find_checkpoint
 from rille.model.model import K3
 from rille.serve.config import ChatConfig
-from rille.serve.dialogue import ChatEvent, Dialogue, Finished, full, picture_urls
+from rille.serve.dialogue import ChatEvent, Dialogue, Finished, every_picture_url, full
 from rille.serve.generate import Sampler, check_device, check_pair, check_sampling, model_stop_ids
 from rille.serve.session import Session
 from rille.serve.tools import Toolbox
@@ -118,11 +118,13 @@ class Conversation(Dialogue):
 
     def prompt(self) -> tuple[Prompt, list[Images]]:
         """The history as the prompt of the next reply, and its pictures. Raises ValueError."""
-        pictures = [self.look_at(url) for message in self.history for url in picture_urls(message)]
+        pictures = [self.look_at(url) for url in every_picture_url(self.history)]
         tools = self.toolbox.schemas if self.toolbox else None
         sizes = [picture.sizes[0] for picture in pictures] if pictures else None
         c = self.config
-        prompt = render(self.history, tools=tools, thinking=c.thinking, effort=c.effort, images=sizes)
+        prompt = render(
+            self.history, tools=tools, thinking=c.thinking, effort=c.effort, images=sizes, placeholders=False
+        )
         return prompt, pictures
 
     def check(self) -> None:

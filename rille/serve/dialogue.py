@@ -13,7 +13,7 @@ import base64
 import json
 import mimetypes
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from typing import Any, Literal
 from rille.serve.config import ChatConfig
 from rille.serve.tools import Toolbox, ToolError
 from rille.text.images import Images, open_image
-from rille.text.messages import read_messages
+from rille.text.messages import prompt_order, read_messages
 from rille.text.reply import Event, Reply, ToolCall
 
 Json = dict[str, Any]
@@ -225,6 +225,14 @@ def picture_urls(message: Mapping[str, Any]) -> list[str]:
                 raise ValueError(f"pictures must come along, as data: URLs, not {str(url)[:60]!r}")
             urls.append(url)
     return urls
+
+
+def every_picture_url(messages: Sequence[Json]) -> list[str]:
+    """Of a whole conversation, in the order in which its prompt has them. Raises ValueError."""
+    urls = [url for message in messages for url in picture_urls(message)]
+    if len(urls) < 2:
+        return urls
+    return [url for place in prompt_order(messages) for url in picture_urls(messages[place])]
 
 
 def read_conversation(path: Path) -> list[Json]:

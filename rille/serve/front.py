@@ -16,7 +16,7 @@ from time import perf_counter, time
 from typing import Any
 
 from rille.serve.asking import Ask, Json, check_response_format, check_tools
-from rille.serve.dialogue import picture_urls
+from rille.serve.dialogue import every_picture_url
 from rille.serve.errors import ApiError
 from rille.serve.meters import Meters
 from rille.serve.replying import ChatReader, Ended, Gathered, Piece, Reader, TextReader
@@ -109,8 +109,7 @@ class Front:
             )
         check_tools(ask.messages, ask.tools)
         check_response_format(ask.response_format)
-        urls = [url for message in ask.messages for url in picture_urls(message)]
-        pictures = [self._picture(number, url) for number, url in enumerate(urls)]
+        pictures = [self._picture(number, url) for number, url in enumerate(every_picture_url(ask.messages))]
         prompt = render(
             ask.messages,
             tools=ask.tools,
@@ -119,6 +118,7 @@ class Front:
             tool_choice=ask.tool_choice,
             response_format=ask.response_format,
             images=[picture.sizes[0] for picture in pictures] if pictures else None,
+            placeholders=False,
         )
         encoded = prompt.encode(self.tokenizer)
         ids, stable = self._expanded(encoded, pictures)

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 from rille.serve.config import ChatConfig
-from rille.serve.dialogue import ChatEvent, Dialogue, Finished, picture_urls
+from rille.serve.dialogue import ChatEvent, Dialogue, Finished, every_picture_url
 from rille.serve.tools import Toolbox
 from rille.text.chat import render
 from rille.text.images import Images, decode_data_url, preprocess_images
@@ -207,8 +207,10 @@ class RemoteDialogue(Dialogue):
 
     def check(self) -> None:
         """As `Dialogue.check`."""
-        sizes = [self.look_at(url).sizes[0] for message in self.history for url in picture_urls(message)]
-        render(self.history, tools=self.toolbox.schemas if self.toolbox else None, images=sizes or None)
+        sizes = [self.look_at(url).sizes[0] for url in every_picture_url(self.history)]
+        render(
+            self.history, tools=self.toolbox.schemas if self.toolbox else None, images=sizes or None, placeholders=False
+        )
 
     def look_at(self, url: str) -> Images:
         """As `Dialogue.look_at`. Whether the model can see is the server's to say."""

@@ -124,6 +124,7 @@ def render(
     response_format: Mapping[str, Any] | str | None = None,
     partial: bool = False,
     images: Sequence[tuple[int, int]] | None = None,
+    placeholders: bool = True,
     add_generation_prompt: bool = True,
 ) -> Prompt:
     """Render a conversation in the OpenAI form.
@@ -132,7 +133,8 @@ def render(
     effort: low, high or max, or None to say nothing of it. tool_choice: auto, none or required. response_format: text,
     json_object or json_schema. partial: the last message, of the assistant, is left open to be continued (so is one
     with "partial": true). images: original (width, height) of the pictures, one for each image part or placeholder, in
-    order. Raises a one-line ValueError for anything that cannot be rendered. Source: `encoding_k3.py`.
+    the order of the prompt (`prompt_order`). placeholders: those in texts count; else they are what somebody wrote.
+    Raises a one-line ValueError for anything that cannot be rendered. Source: `encoding_k3.py`.
     """
     if not isinstance(thinking, bool):
         raise ValueError(f"thinking is {kind(thinking)}; it must be True or False")
@@ -144,7 +146,7 @@ def render(
     if effort is not None and effort not in EFFORTS:
         raise ValueError(f"effort {effort!r} is not one of {', '.join(EFFORTS)}")
 
-    writer = Writer(images)
+    writer = Writer(images, placeholders)
     if declared:
         _write_option(writer, "tool-declare", _TOOLS.format(tools=compact_json(declared, "tools")))
     if thinking and effort is not None:

@@ -85,12 +85,13 @@ def read_tag(header: str) -> tuple[str, dict[str, str]] | None:
 class Writer:
     """Collects the segments of a conversation. While `produced` is set, what is written counts as the assistant's."""
 
-    def __init__(self, images: Sequence[tuple[int, int]] | None):
-        """images: original (width, height) of every picture in order, or None to leave placeholders as plain text."""
+    def __init__(self, images: Sequence[tuple[int, int]] | None, placeholders: bool = True):
+        """images: original (width, height) of every picture in order, or None to leave placeholders as plain text, as
+        without `placeholders` those in texts are."""
         self.segments: list[Segment] = []
         self.produced = False
         self._images = None if images is None else [image_prompt(*size) for size in as_sizes(images)]
-        self._used = 0
+        self._used, self._placeholders = 0, placeholders
 
     def open(self, tag: str, *attributes: tuple[str, str]) -> None:
         self._special(OPEN)
@@ -116,7 +117,7 @@ class Writer:
 
     def body(self, text: str) -> None:
         """Text in which a placeholder stands for the next picture, where pictures were given."""
-        parts = [text] if self._images is None else text.split(IMAGE_PLACEHOLDER)
+        parts = text.split(IMAGE_PLACEHOLDER) if self._placeholders and self._images is not None else [text]
         self.plain(parts[0])
         for part in parts[1:]:
             self.image()

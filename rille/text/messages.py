@@ -37,7 +37,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Message:
-    """One checked message. `tools` are what a system message declares; `tool` names the tool of a result."""
+    """One checked message. `tools` are what a system message declares; `tool` names the tool of a result; `place` is
+    the one among the messages as they were given."""
 
     role: str
     content: tuple[str | Picture, ...]
@@ -48,13 +49,21 @@ class Message:
     tool: str | None = None
     call_id: str | None = None
     partial: bool = False
+    place: int = 0
 
 
 def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Check messages and bring tool results into call order. Raises ValueError."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ValueError("messages must be a list with at least one message")
-    return name_results(order_results([_read_message(message, f"messages[{i}]") for i, message in enumerate(messages)]))
+    read = [replace(_read_message(message, f"messages[{i}]"), place=i) for i, message in enumerate(messages)]
+    return name_results(order_results(read))
+
+
+def prompt_order(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Places of the messages in the order in which the prompt has them: results stand as their calls do. Raises as
+    `read_messages`."""
+    return [message.place for message in read_messages(messages)]
 
 
 def read_tools(tools: Any, where: str = "tools") -> tuple[Mapping[str, Any], ...]:

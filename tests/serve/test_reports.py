@@ -17,6 +17,7 @@ from PIL import Image
 
 import rille
 from rille.text.images import ImageConfig
+from rille.text.markup import IMAGE_PLACEHOLDER
 from rille.text.vocabulary import CLOSE, END_OF_MESSAGE, OPEN, SEP
 from tests.serve.scripted import reply_ids, small_tokenizer
 from tests.serve.served import serving
@@ -311,3 +312,30 @@ def test_log_probabilities_end_with_the_stop_string(server):
     ]
     assert streamed == reply.choices[0].logprobs.content
     assert len(streamed) == reply.usage.completion_tokens == last.usage.completion_tokens < len(ids)
+
+
+def test_pictures_of_results_go_where_their_results_go():
+    """Which the prompt sorts by their calls; and words that spell a picture's place are words."""
+    with serving(TOKENIZER, images=ImageConfig(), media_id=TOKENIZER.specials["<|media_pad|>"]) as server:
+        calls = [{"id": one, "type": "function", "function": {"name": one, "arguments": "{}"}} for one in "ab"]
+        parts = {one: {"type": "image_url", "image_url": {"url": square(side)}} for one, side in (("a", 30), ("b", 60))}
+        results = [{"role": "tool", "tool_call_id": one, "content": [parts[one]]} for one in "ba"]
+        asked = {"role": "user", "content": f"not {IMAGE_PLACEHOLDER}"}
+        server.say(reply_ids(TOKENIZER, content="x"))
+        messages = [asked, {"role": "assistant", "tool_calls": calls}, *results]
+        assert server.post("/v1/chat/completions", {"messages": messages})[0] == 200
+        assert [one.sizes for one in server.request.images] == [((30, 30),), ((60, 60),)]
+        prompt = server.prompt()
+        assert (
+            prompt.index('"tool" tool="a"')
+            < prompt.index("30x30")
+            < prompt.index('"tool" tool="b"')
+            < prompt.index("60x60")
+        )
+        assert IMAGE_PLACEHOLDER in prompt
+
+
+def square(side: int) -> str:
+    file = io.BytesIO()
+    Image.new("RGB", (side, side)).save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
