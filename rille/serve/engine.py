@@ -289,17 +289,18 @@ class Engine:
 
     def start(self) -> None:
         """As `schema.ServingEngine.start`."""
-        if self._thread is None:
-            self._thread = Thread(target=self._run, name="rille-engine", daemon=True)
-            self._thread.start()
+        with self._lock:
+            if self._thread is None:
+                self._thread = Thread(target=self._run, name="rille-engine", daemon=True)
+                self._thread.start()
 
     def close(self) -> None:
         """As `schema.ServingEngine.close`."""
         with self._lock:
-            self._closing = True
-        if self._thread is not None:
+            self._closing, thread = True, self._thread
+        if thread is not None:
             self._wake.set()
-            self._thread.join()
+            thread.join()
             self._thread = None
         self._end_all("abort")
 

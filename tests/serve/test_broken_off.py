@@ -4,6 +4,8 @@ threads or event loop, with the engine's own thread or without, get what the slo
 import asyncio
 import os
 import signal
+import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -148,3 +150,28 @@ def test_the_thread_may_start_after_the_requests(model):
     assert [written(handle) for handle in handles] == [alone(model, ids, 12) for ids in prompts]
     served.close()
     assert is_whole(served)
+
+
+def test_many_may_start_and_close_it_at_once(model):
+    """There is one thread, and whoever closes waits for it."""
+    before = sys.getswitchinterval()
+
+    def together(action):
+        gate = threading.Barrier(6)
+        with ThreadPoolExecutor(6) as pool:
+            list(pool.map(lambda _: (gate.wait(), action()), range(6)))
+
+    sys.setswitchinterval(1e-6)  # threads change places between any two lines
+    try:
+        for _ in range(10):
+            served = engine(model, num_pages=8)
+            together(served.start)
+            assert len(steppers()) == 1
+            together(served.close)
+            assert not steppers()
+    finally:
+        sys.setswitchinterval(before)
+
+
+def steppers():
+    return [thread for thread in threading.enumerate() if thread.name == "rille-engine"]
