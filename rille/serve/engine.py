@@ -94,7 +94,7 @@ class Engine:
         self.runner.keeps_hidden = self.drafter is not None and self.drafter.reads_hidden
         record_steps(self.runner, self.scheduler, self.config)
         self._handles: dict[str, RequestHandle] = {}
-        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._lock, self._numbers, self._pending = Lock(), itertools.count(1), 0
         self._stepping = RLock()  # whoever has it is between steps, or makes one
         self._thread: Thread | None = None
@@ -234,7 +234,8 @@ class Engine:
 
         named: parameters by their names in the model (`model.named_parameters()`), some or all. version: a number that
         was not used before; every later token carries it. Requests under way go on with the new weights. Raises
-        ValueError, with nothing changed, for an unknown name, another shape or kind, or a version that was used.
+        ValueError, with nothing changed, for an unknown name, another shape or kind, or a version that was used, and
+        OSError where the engine's thread fails at it.
         """
         given = dict(named)
         there = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
@@ -256,7 +257,8 @@ class Engine:
             if not isinstance(version, int) or version in self._versions:
                 raise ValueError(f"update_weights: version is {version!r}; give a whole number that was not used yet")
             self._versions.add(version)
-        self._between_steps(lambda: self._replace(given, there, version))
+        if not self._between_steps(lambda: self._replace(given, there, version)):
+            raise OSError("update_weights: the engine has stopped with a part of them; its log says why")
 
     @torch.no_grad()
     def _replace(self, given: dict[str, Tensor], there: dict[str, Tensor], version: int) -> None:
@@ -335,23 +337,24 @@ class Engine:
             for choice, reply in list(self._replies.items()):
                 self._end(choice, [reply.end(reason, error=error)])
 
-    def _post(self, action: Callable[[], None]) -> None:
+    def _post(self, action: Callable[[], object]) -> None:
         self._inbox.put(action)
         self._wake.set()
 
-    def _between_steps(self, action: Callable[[], None]) -> None:
-        """Carry an action out in the thread that steps, and wait for it."""
+    def _between_steps(self, action: Callable[[], None]) -> bool:
+        """Carry an action out in the thread that steps, and wait for it. False where it was a fault of that thread."""
         thread = self._thread
         if thread is None or not thread.is_alive() or current_thread() is thread:
             with self._stepping, held():
                 action()
-            return
-        done = Event()
-        self._post(action)
+            return True
+        done, carried_out = Event(), Event()
+        self._post(lambda: (action(), carried_out.set()))
         self._post(done.set)
         while not done.wait(timeout=0.1):
             if not thread.is_alive():  # it has ended without another look into the inbox
                 self._drain()
+        return carried_out.is_set()
 
     def _drain(self) -> None:
         with suppress(Empty):

@@ -273,6 +273,15 @@ def test_weights_change_between_steps_of_the_thread(model):
     assert one.tokens == alone(other, prompt(20), 6) and one.versions == (2,) * 6
 
 
+def test_weights_at_which_the_thread_fails_are_not_said_to_be_there(monkeypatch):
+    served = Engine(lively_model(), num_pages=60, hash_unit=64)
+    monkeypatch.setattr(served.model, "prepare", lambda: 1 / 0)
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
+    served.start()
+    with pytest.raises(OSError, match="stopped with a part of them"):
+        served.update_weights(served.model.named_parameters(), 1)
+
+
 def test_of_weights_with_one_number_one_is_taken():
     """Both came before either was there: chains of the one would match the other."""
     served = Engine(lively_model(), num_pages=60, hash_unit=64)
