@@ -210,8 +210,9 @@ class Engine:
             for request in requests:
                 matchers = self._matchers(request)
                 while (handle := self._hand_in(request, matchers, waits=True)) is None:
-                    if not open_handles:
-                        self._pass_time()
+                    if not open_handles:  # others fill it
+                        if not self._advance():
+                            sleep(FULL_S)
                         continue
                     results.append(collect(*open_handles[0]))
                     open_handles.popleft()
@@ -223,11 +224,6 @@ class Engine:
             for handle, _ in open_handles:  # of prompts that nobody will read, since another was refused
                 self.abort(handle.id)
         return results
-
-    def _pass_time(self) -> None:
-        """Until requests of others have moved on."""
-        if not self._advance():
-            sleep(FULL_S)
 
     def update_weights(self, named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace weights in place, between two steps; what is cached from before is not found any more.
