@@ -4,17 +4,22 @@ others could have. No torch here.
 opened, or idle  --HEAD_S-->  closed        a head of more than MAX_HEAD bytes: closed
 head is whole    ->  a request under way, which `Gate` and the engine have limits for
 its reply        --nothing of it is taken for HEARD_S-->  closed, as if the client had gone
+
+Java's client offers HTTP/2 with each request; what reads HTTP here would then take the request to be over at its head,
+and its body for something else. No other protocol is spoken, so the offer is not heard.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_S = 30.0  # for the head of a request, from its first byte or the opened connection on
 MAX_HEAD = 1 << 18
 HEARD_S = 300.0
+_OFFER = re.compile(rb"(^|\r\n)(upgrade:)", re.IGNORECASE)
 
 
 class PatientProtocol(HttpToolsProtocol):
@@ -25,6 +30,7 @@ class PatientProtocol(HttpToolsProtocol):
         self._clock: asyncio.TimerHandle | None = None
         self._deaf: asyncio.TimerHandle | None = None
         self._in_head, self._num_head = False, 0
+        self._is_head_next = True
         self._start()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -33,6 +39,9 @@ class PatientProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._is_head_next:
+            head, end, body = data.partition(b"\r\n\r\n")
+            data = _OFFER.sub(rb"\1x-\2", head) + end + body
         super().data_received(data)
         self._num_head = self._num_head + len(data) if self._in_head else 0
         if self._num_head > MAX_HEAD:
@@ -48,7 +57,11 @@ class PatientProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
-        self._in_head = False
+        self._in_head = self._is_head_next = False
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._is_head_next = True
 
     def pause_writing(self) -> None:
         super().pause_writing()

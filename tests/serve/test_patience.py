@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -11,6 +12,7 @@ from uvicorn.server import ServerState
 
 from rille.serve import patience
 from rille.serve.api import Limits
+from tests.serve.scripted import reply_ids
 from tests.serve.served import serving, until
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -135,3 +137,27 @@ def test_who_hears_slowly_hears_it_all():
         assert not wire.is_given_up
     clock.ring()
     assert wire.is_given_up, "nothing more was taken"
+
+
+@pytest.mark.parametrize("offer", ["h2c", "websocket", "TLS/1.0"])
+@pytest.mark.parametrize("cut", [None, 30, -3])
+def test_another_protocol_is_not_heard_of(server, tokenizer, offer, cut):
+    """A client that offers one goes on in HTTP/1.1, with the body of the same request; on one connection many times."""
+    body = json.dumps({"messages": [{"role": "user", "content": "\r\nUpgrade: h2c"}]}).encode()
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: {offer}\r\n"
+    )
+    head += f"HTTP2-Settings: AAMAAABk\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    with line(server) as open_line:
+        for _ in range(2):
+            server.say(reply_ids(tokenizer, content="yes"))
+            sent = head.encode() + body
+            open_line.sendall(sent[:cut])
+            if cut is not None:
+                time.sleep(0.05)
+                open_line.sendall(sent[cut:])
+            said = b""
+            while b'"usage"' not in said:
+                said += open_line.recv(65536)
+            assert said.startswith(b"HTTP/1.1 200") and b'"content":"yes"' in said
+            assert "Upgrade: h2c" in server.prompt()
