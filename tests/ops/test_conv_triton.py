@@ -149,6 +149,17 @@ def test_backends():
     assert choose_backend(x, weight)[0] == "reference"
 
 
+def test_more_tokens_than_a_grid_has_programs():
+    from rille.ops import conv
+    from rille.ops.conv import launch
+
+    assert conv.MOST_TOKENS == 65_535 * launch.FORWARD_ROWS
+    weight = torch.zeros(8, 4, device=DEVICE)
+    assert conv.obstacle(torch.zeros(1, 8, device=DEVICE).expand(conv.MOST_TOKENS, 8), weight) is None
+    reason = conv.obstacle(torch.zeros(1, 8, device=DEVICE).expand(conv.MOST_TOKENS + 1, 8), weight)
+    assert reason == "the kernels take at most 2,097,120 tokens at once, not 2,097,121"
+
+
 def test_compiles_as_one_op():
     packing, x, weight, tail = make([4, 9], requires_grad=True)
     from rille.ops.conv import launch

@@ -68,7 +68,7 @@ def test_packed_sequences(bound: float | None) -> None:
 
 
 @pytest.mark.parametrize("bound", [-5.0, None])
-@pytest.mark.parametrize(("K", "V"), [(128, 128), (64, 256), (128, 64)])
+@pytest.mark.parametrize(("K", "V"), [(128, 128), (64, 256), (128, 64), (64, 128), (128, 256)])
 def test_widths(K: int, V: int, bound: float | None) -> None:
     assert_equals_reference(*draw((70, 3), H=1, K=K, V=V, bound=bound), (70, 3), stateful=V != 128)
 

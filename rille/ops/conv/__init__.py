@@ -19,6 +19,7 @@ __all__ = ["PooledTail", "TailPlaces", "choose_backend", "short_conv"]
 
 HAS_TRITON = find_spec("triton") is not None  # asked once: torch.compile cannot trace the question
 BACKENDS = ("triton", "reference")
+MOST_TOKENS = 65_535 * 32  # a card's grid has so many programs along its second axis, each of which has 32 rows
 
 
 def short_conv(
@@ -92,6 +93,8 @@ def obstacle(x_NC: Tensor, weight_CW: Tensor) -> str | None:
         return f"the kernels take x in bf16, fp16 or fp32 and an fp32 weight, not {x_NC.dtype} and {weight_CW.dtype}"
     if weight_CW.shape[1] > 4:
         return f"the kernels know at most 4 taps, the weight has {weight_CW.shape[1]}"
+    if x_NC.shape[0] > MOST_TOKENS:
+        return f"the kernels take at most {MOST_TOKENS:,} tokens at once, not {x_NC.shape[0]:,}"
     return None
 
 
