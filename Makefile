@@ -10,7 +10,7 @@ WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test check lint types imports sizes bench
+.PHONY: help setup demo test check lint types imports sizes kernels bench
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1~\2/p' $(MAKEFILE_LIST) | awk -F'~' '{ printf "%-15s %s\n", $$1, $$2 }'
@@ -26,7 +26,7 @@ demo: $(VENV)/base.stamp  ## train a tiny K3 on the standard library's sources, 
 test: $(VENV)/dev.stamp  ## run the tests
 	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS)
 
-check: lint types imports sizes test  ## what CI runs: lint, types, import contracts, size report, tests
+check: lint types imports sizes kernels test  ## what CI runs: lint, types, import contracts, size report, kernels, tests
 
 lint: $(VENV)/dev.stamp  ## ruff: rules and format
 	$(BIN)/ruff check --output-format concise .
@@ -40,6 +40,9 @@ imports: $(VENV)/dev.stamp  ## the import contracts
 
 sizes: $(VENV)/dev.stamp  ## lengths of functions and files, and what `import rille` costs
 	$(BIN)/python tools/size_report.py
+
+kernels: $(VENV)/dev.stamp  ## compile every kernel for Hopper, without a GPU: registers, spills, shared memory, wgmma
+	$(ONE_THREAD) $(BIN)/python -m rille.ops.ahead --jobs $(WORKERS)
 
 bench: $(VENV)/dev.stamp  ## run the benchmarks: each passes its test first, then takes times
 	@test -d benchmarks || { echo "no benchmarks yet"; exit 1; }

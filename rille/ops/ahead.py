@@ -5,24 +5,29 @@ Each op with kernels has a `specimens.py`, and `..._specimens.py` where it has m
 one real launch. Compiling them shows what the interpreter cannot: that the machine code exists, that nothing spills,
 that shared memory fits, that products use wgmma, and that the assembler has not made one mistake it is known for.
 
-    python -m rille.ops.ahead [--op kda] [--only WORD] [--sass FOLDER]
+    python -m rille.ops.ahead [--op kda] [--only WORD] [--sass FOLDER] [--jobs 2]
 
 prints one line a specimen and exits with 1 where a limit is broken. Needs triton and no GPU; TRITON_INTERPRET must be
-unset.
+unset. `make kernels` does it for all of them, and finds kernels without a specimen.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from pkgutil import walk_packages
+from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
 SHARED_LIMIT = 227 * 1024  # bytes of shared memory one program may have on sm_90
@@ -210,6 +215,42 @@ def specimens_of(op: str) -> list[Specimen]:
     return found
 
 
+def without_specimen() -> list[str]:
+    """Kernels that no specimen compiles: what is decorated for Triton and called by nothing that is."""
+    import rille.ops
+
+    kernels, called = dict[str, Any](), set[str]()
+    for module in walk_packages(rille.ops.__path__, "rille.ops."):
+        for value in vars(importlib.import_module(module.name)).values():
+            if (kernel := _jit_function(value)) and kernel.__module__.startswith("rille"):
+                kernels[_name_of(kernel)] = kernel
+    for kernel in kernels.values():
+        names, seen = _names_in(kernel.fn.__code__), kernel.fn.__globals__
+        modules = [vars(value) for value in seen.values() if isinstance(value, ModuleType)]
+        found = [_jit_function(place[name]) for place in (seen, *modules) for name in names if name in place]
+        called |= {_name_of(function) for function in found if function}
+    compiled = {_name_of(_jit_function(x.kernel)) for op in ops_with_specimens() for x in specimens_of(op)}
+    return sorted(set(kernels) - called - compiled)
+
+
+def _jit_function(value: Any) -> Any:
+    """What a decorator has around it, or None for what Triton does not compile."""
+    from triton.runtime.jit import JITFunction
+
+    while hasattr(value, "fn") and not isinstance(value, JITFunction):
+        value = value.fn
+    return value if isinstance(value, JITFunction) else None
+
+
+def _name_of(kernel: Any) -> str:
+    return f"{kernel.__module__}.{kernel.__name__}"
+
+
+def _names_in(code: CodeType) -> set[str]:
+    inner = [x for x in code.co_consts if isinstance(x, CodeType)]
+    return set(code.co_names).union(*map(_names_in, inner))
+
+
 COLUMNS = "warps regs spill shared wgmma A-reg instr loops lost kept"
 HEADER = f"{'kernel':<44} " + " ".join(f"{name:>6}" for name in COLUMNS.split())
 
@@ -218,21 +259,35 @@ def line_of(build: Build) -> str:
     return f"{build.name:<44} " + " ".join(f"{value:>6}" for value in build[1:])
 
 
+def compile_at(place: tuple[str, int], sass_folder: Path | None = None) -> tuple[Build, list[str]]:
+    """The specimen of an op at a place of its list, for a process to which kernels cannot be sent."""
+    specimen = specimens_of(place[0])[place[1]]
+    build = compile_specimen(specimen, sass_folder)
+    return build, violations(specimen, build)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m rille.ops.ahead", description=str(__doc__).partition("\n")[0])
     parser.add_argument("--op", action="append", help="folder of rille/ops; all that have specimens by default")
     parser.add_argument("--only", default="", help="only specimens with this word in their name")
     parser.add_argument("--sass", type=Path, help="write machine code, PTX and TTGIR of each specimen here")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes; as many as there are processors")
     options = parser.parse_args(arguments)
-    print(HEADER)
+    places = [
+        (op, place)
+        for op in options.op or ops_with_specimens()
+        for place, specimen in enumerate(specimens_of(op))
+        if options.only in specimen.name
+    ]
+    print(HEADER, flush=True)
     broken = []
-    for op in options.op or ops_with_specimens():
-        for specimen in specimens_of(op):
-            if options.only in specimen.name:
-                build = compile_specimen(specimen, options.sass)
-                print(line_of(build), flush=True)
-                broken += violations(specimen, build)
-    print(*broken, sep="\n", end="\n" if broken else "")
+    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
+        for build, found in pool.map(partial(compile_at, sass_folder=options.sass), places):
+            print(line_of(build), flush=True)
+            broken += found
+    if not (options.op or options.only):
+        broken += [f"{name}: a kernel without a specimen" for name in without_specimen()]
+    print(f"{len(places)} launches of kernels compiled, {len(broken)} limits broken", *broken, sep="\n")
     return 1 if broken else 0
 
 

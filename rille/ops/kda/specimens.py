@@ -96,7 +96,7 @@ SPILL: dict[str, Any] = {
     "reason": "whole tiles [64, 128] of q, k and z pass through the registers of one warp group",
 }
 STARTS: dict[str, Any] = {
-    "max_spill_bytes": 128,
+    "max_spill_bytes": 144,  # Triton 3.7; with 3.6 it is 112
     "reason": "what the last product takes of the first panel waits in registers until the second is done",
 }
 EXPONENTS: dict[str, Any] = {
@@ -115,7 +115,7 @@ SPECIMENS = [
     tiles("k64_gradients", K=64, digits=2),
     tiles("softplus", bounded=False, **EXPONENTS),
     tiles("softplus_gradients", bounded=False, digits=2, **EXPONENTS),
-    tiles("softplus_k64", K=64, bounded=False, max_spill_bytes=128, reason=EXPONENTS["reason"]),
+    tiles("softplus_k64", K=64, bounded=False, **EXPONENTS | {"max_spill_bytes": 160}),  # Triton 3.7; 3.6: 128
     state_pass("v128", 128, absent="initial_ptr slots_ptr saved_ptr saved_slots_ptr"),
     state_pass("v64", 64, absent="slots_ptr saved_ptr saved_slots_ptr"),
     state_pass("fp32", 64, rows="fp32"),
