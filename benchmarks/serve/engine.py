@@ -256,6 +256,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     model = new_model(preset(arguments.preset), dtype=dtype, device=arguments.device, seed=0)
     words = model.config.vocab_size
     settings = dict(memory_gib=20 if on_gpu else 1, hash_unit=64, max_running=64, token_budget=8192)
+    settings["recorded_prompts"] = arguments.recorded_prompts
     small = dict(num_pages=200, hash_unit=64)
     result: dict[str, Any] = {"device": torch.cuda.get_device_name() if on_gpu else "cpu", "torch": torch.__version__}
     result["gate_logprob"] = gate(model, words, small)
@@ -299,6 +300,7 @@ def main() -> None:
     parser.add_argument("--chats", type=int, default=8)
     parser.add_argument("--only", choices=("steps", "drafts"), help="the gate and this part alone")
     parser.add_argument("--recorded-drafts", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--recorded-prompts", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--profile", action="store_true", help="also where a decoding step's time goes, by kernel")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()

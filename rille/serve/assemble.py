@@ -32,7 +32,6 @@ from rille.text.vocabulary import Tokenizer
 REMEMBERED = 1 << 18  # boundaries that are known after their pages are gone, at most
 BOUNDARY_BYTES = 384  # of host memory for each, and its place among the ends
 POOL_TO_REMEMBERED = 16  # the pool has at least so many times their memory
-RECORDS_PROMPTS = False
 GRAPHS_SHARE = 0.25  # of what is free beside the pool: what recorded steps with prompts may take
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -175,7 +174,7 @@ def new_prompts(
     model: K3, pages: Pages, scheduler: Scheduler, config: EngineConfig, graphs: DecodeGraphs | None
 ) -> PromptGraphs | None:
     """Recorded steps with prompts, where decoding is recorded, whose spare page they share."""
-    if graphs is None or not RECORDS_PROMPTS:
+    if graphs is None or not config.recorded_prompts:
         return None
     if reason := obstacle(model, pages):
         warnings.warn(f"steps with prompts run op by op, not recorded: {reason}", stacklevel=2)

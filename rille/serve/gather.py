@@ -1,7 +1,7 @@
-"""When prompts join the sequences that write: together, where each step with prompts costs the host as much. No torch.
+"""When prompts join the sequences that write: together, where each step with prompts costs as much. No torch.
 
-    step that only writes    recorded, one launch                        w seconds
-    step with prompts        run op by op, by the host as fast as it can    r seconds, however short they are
+    step that only writes    w seconds
+    step with prompts        r seconds, however short they are; op by op many times as many
 
 Between two steps with prompts those that come wait for each other, as long as the last one took beyond a recorded one,
 up to a limit: so at most half of the time goes to starting prompts one by one, and one step starts all that came. Who
@@ -28,7 +28,7 @@ class Gather:
         self._until = 0.0
 
     def note(self, reads: bool, seconds: float, now: float) -> None:
-        """A step is over. reads: whether it had prompts; the others were recorded ones."""
+        """A step is over. reads: whether it had prompts; the others only wrote."""
         if not reads:
             self._writes_s = _least(self._writes_s, seconds)
             return

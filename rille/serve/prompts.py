@@ -38,7 +38,7 @@ from rille.serve.padded import Form, Numbers, Shape, Sheet
 from rille.serve.paged import Pages, Saving
 from rille.serve.sequences import Part
 
-TOKENS = (64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)
+TOKENS = (64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 ROWS = (4, 16, 64, 256)
 SAVES = (0, 4, 16, 64)
 LEAST_WIDTH, WIDER = 4, 4  # pages of a row of the table, and by how much the next size has more

@@ -75,6 +75,10 @@ class EngineConfig:
     cuda_graphs: bool = True
     """Record decoding steps on a GPU and replay them. Elsewhere, and with deterministic, there is nothing to record."""
 
+    recorded_prompts: bool = True
+    """Record steps with prompts too, where decoding is recorded: in padded shapes, once a shape has come twice.
+    Without it such a step runs op by op, which takes the host several times as long as it takes a GPU."""
+
     recorded_drafts: bool = True
     """Verify drafts of ngram inside recorded steps, where steps are recorded.
     Without it a step with drafts runs op by op, which is so much slower than a recorded one that few are worth it."""
