@@ -1,7 +1,7 @@
 """Kimi Delta Attention over packed sequences: `kda`, its `Gate`, and the `PooledState` it can read and write in place.
 
-`reference.py` is the definition, `chunk.py` the blocked form, `forward.py` its Triton kernels; README.md derives the
-second from the first.
+`reference.py` is the definition, `chunk.py` the blocked form, `forward.py` launches its kernels; README.md derives
+the second from the first.
 """
 
 import warnings

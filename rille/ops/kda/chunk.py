@@ -55,18 +55,10 @@ def kda(
     if packing.num_tokens == 0:
         return v_NHV.clone(), state_SHVK.clone(), None
     schedule = schedule_chunks(packing)
+    k_MHCK, beta_MHC1, decay, halves, t_MHCC = within_chunks(k_NHK, z_NHK, b_NH, gate, schedule, dtype)
     q_MHCK = schedule.gather(normalised_queries(q_NHK, dtype))
-    k_MHCK = schedule.gather(normalised(k_NHK, dtype))
     v_MHCV = schedule.gather(v_NHV.to(dtype))
-    beta_MHC1 = schedule.gather(b_NH.to(dtype).sigmoid()[..., None])
-    sums = tile_sums(schedule.gather(log_decay(z_NHK, gate, dtype) / log(2)))
-    decay = decays(sums)
-    halves = halves_of(gate, sums, k_MHCK)
-
-    # The mask comes before beta: above the diagonal there may be infinities, whose product with a gradient of 0 is NaN.
     a_MHCC = pair_products(q_MHCK, k_MHCK, halves, decay).tril() * beta_MHC1.mT
-    l_MHCC = pair_products(k_MHCK, k_MHCK, halves, decay).tril(-1) * beta_MHC1.mT
-    t_MHCC = inverse_of_unit_lower(l_MHCC)
     w_MHCK = t_MHCC @ (k_MHCK * decay.from_start_MHCK)
     u_MHCV, states_MHVK, final_SHVK = state_pass(
         w_MHCK, t_MHCC @ v_MHCV, beta_MHC1 * k_MHCK * decay.to_end_MHCK, decay.whole_MH1K, state_SHVK, schedule
@@ -259,6 +251,29 @@ Halves = AnchoredHalves | NestedHalves
 
 def halves_of(gate: Gate, sums: TileSums, k_MHCK: Tensor) -> Halves:
     return NestedHalves(sums, k_MHCK) if gate.lower_bound is None else AnchoredHalves(sums, k_MHCK)
+
+
+class Within(NamedTuple):
+    """What the tokens of a chunk make of each other, whatever the state before them: keys, write strengths, decays and
+    T = (I + L)^-1."""
+
+    k_MHCK: Tensor
+    beta_MHC1: Tensor
+    decay: Decays
+    halves: Halves
+    t_MHCC: Tensor
+
+
+def within_chunks(
+    k_NHK: Tensor, z_NHK: Tensor, b_NH: Tensor, gate: Gate, schedule: Schedule, dtype: torch.dtype
+) -> Within:
+    k_MHCK = schedule.gather(normalised(k_NHK, dtype))
+    beta_MHC1 = schedule.gather(b_NH.to(dtype).sigmoid()[..., None])
+    sums = tile_sums(schedule.gather(log_decay(z_NHK, gate, dtype) / log(2)))
+    decay, halves = decays(sums), halves_of(gate, sums, k_MHCK)
+    # The mask comes before beta: above the diagonal there may be infinities, whose product with a gradient of 0 is NaN.
+    l_MHCC = pair_products(k_MHCK, k_MHCK, halves, decay).tril(-1) * beta_MHC1.mT
+    return Within(k_MHCK, beta_MHC1, decay, halves, inverse_of_unit_lower(l_MHCC))
 
 
 def pair_products(r_MHCK: Tensor, k_MHCK: Tensor, halves: Halves, decay: Decays) -> Tensor:

@@ -34,7 +34,6 @@ Suffixes as in `chunk.py`.
 
 from __future__ import annotations
 
-from math import log
 from typing import NamedTuple
 
 import torch
@@ -51,15 +50,12 @@ from rille.ops.kda.chunk import (
     Schedule,
     across_border,
     check_lower_bound,
-    decays,
-    halves_of,
-    inverse_of_unit_lower,
     pair_products,
     schedule_chunks,
     state_pass,
-    tile_sums,
+    within_chunks,
 )
-from rille.ops.kda.reference import compute_dtype, initial_state, log_decay, normalised, normalised_queries
+from rille.ops.kda.reference import compute_dtype, initial_state, normalised_queries
 from rille.packing import Packing
 
 
@@ -97,17 +93,10 @@ def kda_backward(
         inputs = (q_NHK, k_NHK, v_NHV, z_NHK, b_NH, gate.A_log, gate.dt_bias)
         return Gradients._make([*(torch.zeros_like(x, dtype=dtype) for x in inputs), dfinal_SHVK.to(dtype)])
     schedule = schedule_chunks(packing)
+    k_MHCK, beta_MHC1, decay, halves, t_MHCC = within_chunks(k_NHK, z_NHK, b_NH, gate, schedule, dtype)
     q_MHCK = schedule.gather(normalised_queries(q_NHK, dtype))
-    k_MHCK = schedule.gather(normalised(k_NHK, dtype))
     v_MHCV, do_MHCV = schedule.gather(v_NHV.to(dtype)), schedule.gather(do_NHV.to(dtype))
-    beta_MHC1 = schedule.gather(b_NH.to(dtype).sigmoid()[..., None])
-    sums = tile_sums(schedule.gather(log_decay(z_NHK, gate, dtype) / log(2)))
-    decay = decays(sums)
-    halves = halves_of(gate, sums, k_MHCK)
-
     a_MHCC = pair_products(q_MHCK, k_MHCK, halves, decay).tril() * beta_MHC1.mT
-    l_MHCC = pair_products(k_MHCK, k_MHCK, halves, decay).tril(-1) * beta_MHC1.mT
-    t_MHCC = inverse_of_unit_lower(l_MHCC)
     k_start_MHCK, k_end_MHCK = k_MHCK * decay.from_start_MHCK, beta_MHC1 * k_MHCK * decay.to_end_MHCK
     q_start_MHCK = q_MHCK * decay.from_start_MHCK
     u_MHCV, states_MHVK, _ = state_pass(

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import ceil, log
+from math import ceil
 from typing import Literal, NamedTuple
 
 import torch
@@ -36,7 +36,7 @@ from torch import Tensor
 from rille.ops.kda import chunk
 from rille.ops.kda.arguments import Gate
 from rille.ops.kda.chunk import CHUNK, check_lower_bound, schedule_chunks
-from rille.ops.kda.reference import compute_dtype, log_decay, normalised
+from rille.ops.kda.reference import compute_dtype
 from rille.packing import Packing, moved
 
 Plan = tuple[tuple[int, ...], ...]  # for each sequence the chunks of its segments, in order
@@ -275,13 +275,7 @@ def transition_in_chunks(
     if packing.num_tokens == 0:
         return unit_SHKK.clone(), zero_SHVK
     schedule = schedule_chunks(packing)
-    k_MHCK = schedule.gather(normalised(k_NHK, dtype))
-    beta_MHC1 = schedule.gather(b_NH.to(dtype).sigmoid()[..., None])
-    sums = chunk.tile_sums(schedule.gather(log_decay(z_NHK, gate, dtype) / log(2)))
-    decay = chunk.decays(sums)
-    halves = chunk.halves_of(gate, sums, k_MHCK)
-    l_MHCC = chunk.pair_products(k_MHCK, k_MHCK, halves, decay).tril(-1) * beta_MHC1.mT
-    t_MHCC = chunk.inverse_of_unit_lower(l_MHCC)
+    k_MHCK, beta_MHC1, decay, _, t_MHCC = chunk.within_chunks(k_NHK, z_NHK, b_NH, gate, schedule, dtype)
     w_MHCK, k_end_MHCK = t_MHCC @ (k_MHCK * decay.from_start_MHCK), beta_MHC1 * k_MHCK * decay.to_end_MHCK
     tv_MHCV, nothing_MHCK = t_MHCC @ schedule.gather(v_NHV.to(dtype)), torch.zeros_like(k_MHCK)
     *_, local_SHVK = chunk.state_pass(w_MHCK, tv_MHCV, k_end_MHCK, decay.whole_MH1K, zero_SHVK, schedule)
