@@ -15,7 +15,7 @@ from rille.serve.schema import Finished, TokenOutput, Usage
 from rille.serve.stopping import StopStrings
 from rille.text.chat import Channel
 from rille.text.parser import Parser
-from rille.text.reply import CallArguments, CallBegin, CallEnd, Content, End, Event, Fault, Reasoning
+from rille.text.reply import CallArguments, CallBegin, Content, End, Event, Fault, Reasoning
 from rille.text.vocabulary import Tokenizer
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -177,7 +177,6 @@ class Call:
 
     name: str
     written: Growing = field(default_factory=Growing)
-    is_complete: bool = False
 
     @property
     def arguments(self) -> str:
@@ -215,8 +214,6 @@ class Gathered:
                     self.calls.append(Call(name))
                 case CallArguments(index, text):
                     self.calls[index].written.add(text)
-                case CallEnd(index, complete):
-                    self.calls[index].is_complete = complete
 
 
 def total(ends: Iterable[Ended]) -> tuple[Usage, int]:
