@@ -286,7 +286,8 @@ class Turn:
         if reader.is_stopped:  # whatever became of what nobody reads
             return
         if output.reason == "error":
-            raise ApiError(500, f"this request failed: {output.error or 'the engine says no more'}")
+            status = 400 if output.is_refused else 500
+            raise ApiError(status, f"this request failed: {output.error or 'the engine says no more'}")
         if output.reason != "abort":
             return
         limit = self._front.timeout_s

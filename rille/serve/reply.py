@@ -148,7 +148,8 @@ class Reply:
         if self._stream is not None and not isinstance(matched, str):
             rest, late = self._strings.feed(self._stream.finish(), self._may_stop)
             rest += self._strings.finish() if late is None else ""
-        return Finished(self.sequence.index, reason, self.usage, matched, error, rest)
+        is_refused = error is not None and error == self._fault
+        return Finished(self.sequence.index, reason, self.usage, matched, error, rest, is_refused)
 
     @property
     def usage(self) -> Usage:

@@ -256,7 +256,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Choice `index` is over. matched: the stop id or stop string that ended it; text: what was held back until now."""
+    """Choice `index` is over. matched: the stop id or stop string that ended it; text: what was held back until now.
+    is_refused: the error is of what the request asks for, and would come again."""
 
     index: int
     reason: FinishReason
@@ -264,6 +265,7 @@ class Finished:
     matched: int | str | None = None
     error: str | None = None
     text: str = ""
+    is_refused: bool = False
 
 
 Output = TokenOutput | Finished

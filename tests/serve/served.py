@@ -49,6 +49,7 @@ class Script:
     refuse: Exception | None = None
     hold: bool = False
     text: bool = True
+    is_refused: bool = False
 
 
 @dataclass
@@ -128,7 +129,7 @@ class ScriptedEngine:
         usage = Usage(len(request.prompt), script.cached, written)
         if params.grammar is not None and self.is_checking and reason == "stop" and matched is None:
             assert matcher is not None and matcher.is_over, "the script ends where the grammar does not"
-        yield [Finished(index, reason, usage, matched, script.error, strings.finish())]
+        yield [Finished(index, reason, usage, matched, script.error, strings.finish(), script.is_refused)]
 
     def abort(self, id: str, index: int | None = None) -> None:
         if index is None:

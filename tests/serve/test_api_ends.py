@@ -56,6 +56,15 @@ def test_a_fault_behind_a_stop_string_is_nobodys(server, tokenizer):
     assert told["choices"][0]["message"]["content"] == "one " and told["choices"][0]["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize("is_refused, kind", [(True, "invalid_request_error"), (False, "server_error")])
+@pytest.mark.parametrize("stream", [False, True])
+def test_whose_fault_it_is_that_a_reply_breaks_off(server, tokenizer, is_refused, kind, stream):
+    """Clients ask again after a fault of the server, which a grammar that cannot be followed is no reason for."""
+    server.say(reply_ids(tokenizer, content="one"), reason="error", error="no further", is_refused=is_refused)
+    *_, told = ask(server, {"model": "tiny", "messages": [USER], "stream": stream})
+    assert told["error"]["type"] == kind and "no further" in told["error"]["message"]
+
+
 def test_usage_of_several_choices_counts_what_was_there_before():
     """Others than the first find in the cache what that has just read."""
     ends = [Ended(index, "stop", Usage(80, cached, 5), 2, None) for index, cached in enumerate((16, 79, 79))]

@@ -11,7 +11,7 @@ from rille.serve import engine as engine_module
 from rille.serve.audit import audit_scheduler
 from rille.serve.engine import Engine
 from rille.serve.grammar import Vocabulary
-from rille.serve.schema import SamplingParams
+from rille.serve.schema import Request, SamplingParams
 from rille.serve.speculation import Draft
 from rille.text.grammar import continuations
 from rille.text.parser import parse
@@ -102,6 +102,8 @@ def test_a_grammar_that_its_compiler_gives_up_ends_its_request_alone(model, toke
     assert written.reason in ("stop", "length") and written.tokens
     assert given_up.reason == "error" and given_up.usage.completion_tokens == len(given_up.tokens) == 1
     assert "cannot be followed any further" in given_up.error and len(given_up.error) < 300
+    *_, end = served.submit(Request(prompt=[1, 2], params=many))
+    assert end.error == given_up.error and end.is_refused
     assert beside.tokens == served.generate([[1, 2]], free)[0][0].tokens == want.tokens
     audit_scheduler(served.scheduler)
     assert served.scheduler.cache.available == 60 and not served._handles
