@@ -67,8 +67,5 @@ def test_short_prompts_that_keep_coming_do_not_starve_a_long_one():
     for _ in range(20):
         server.step()
     (long_one,) = server.submit(ids(120), max_tokens=2)
-    for n in range(150):
-        if server.scheduler.num_waiting < 3:
-            server.submit(ids(30, seed=10 + n), max_tokens=1)
-        server.step()
+    server.step_beside(150, waiting=3, length=30, max_tokens=1)
     assert long_one.is_done

@@ -17,15 +17,8 @@ from rille.text.grammar import continuations
 from rille.text.parser import parse
 from tests.serve.lively import FORM, lively_model, lively_tokenizer
 
-
-@pytest.fixture(scope="module")
-def model():
-    return lively_model()
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return lively_tokenizer()
+model = pytest.fixture(lively_model, scope="module")
+tokenizer = pytest.fixture(lively_tokenizer, scope="module")
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram"])

@@ -26,15 +26,8 @@ from tests.serve.lively import lively_model, lively_tokenizer
 from tests.serve.test_engine import alone, prompt
 from tests.train.small import MODEL
 
-
-@pytest.fixture(scope="module")
-def model():
-    return lively_model()
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return lively_tokenizer()
+model = pytest.fixture(lively_model, scope="module")
+tokenizer = pytest.fixture(lively_tokenizer, scope="module")
 
 
 @pytest.fixture

@@ -27,14 +27,8 @@ GRAMMAR = continuations("response", response_format=FORM)
 WORDS = MODEL.vocab_size
 
 
-@pytest.fixture(scope="module")
-def model():
-    return lively_model()
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return lively_tokenizer()
+model = pytest.fixture(lively_model, scope="module")
+tokenizer = pytest.fixture(lively_tokenizer, scope="module")
 
 
 class Anything:

@@ -22,14 +22,8 @@ from tests.train.small import MODEL
 PAGES = 60
 
 
-@pytest.fixture(scope="module")
-def model():
-    return lively_model()
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return lively_tokenizer()
+model = pytest.fixture(lively_model, scope="module")
+tokenizer = pytest.fixture(lively_tokenizer, scope="module")
 
 
 class Counted(DecodeGraphs):

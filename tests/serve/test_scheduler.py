@@ -76,6 +76,13 @@ class FakeServer:
                 self.ended.append(part.sequence)
         return step
 
+    def step_beside(self, steps, waiting, length, max_tokens):
+        """Prompts of a length keep coming: so many wait at any time."""
+        for n in range(steps):
+            if self.scheduler.num_waiting < waiting:
+                self.submit(ids(length, seed=10 + n), max_tokens=max_tokens)
+            self.step()
+
     def _run(self, part):
         sequence, holding = part.sequence, part.sequence.holding
         tokens = [*sequence.chain.ids[part.start : part.start + part.count], *part.drafts]
@@ -192,10 +199,7 @@ def test_short_prompts_do_not_keep_the_memory_from_a_long_one():
         server.submit(ids(40, seed=n), max_tokens=30)
     server.step()
     (long_one,) = server.submit(ids(400), max_tokens=4)
-    for n in range(1000):
-        if server.scheduler.num_waiting < 5:
-            server.submit(ids(40, seed=10 + n), max_tokens=30)
-        server.step()
+    server.step_beside(1000, waiting=5, length=40, max_tokens=30)
     assert long_one.is_done and server.written[long_one] == alone(ids(400), 4)
     server.finish().check()
 
