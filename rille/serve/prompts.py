@@ -166,11 +166,17 @@ class PromptGraphs:
         if shape not in self._recorded and shape not in self._refused:
             if shape not in self._seen:
                 self._seen.add(shape)
-            elif len(self._recorded) < MOST_RECORDED and (made := self._record(shape)) is not None:
+            elif not self._is_full() and (made := self._record(shape)) is not None:
                 self._recorded[shape] = made
             else:
                 self._refused.add(shape)
         return self._recorded.get(shape)
+
+    def _is_full(self) -> bool:
+        if full := len(self._recorded) >= MOST_RECORDED:
+            told = f"{MOST_RECORDED} shapes of steps with prompts are recorded; steps of others run op by op"
+            warnings.warn(told, stacklevel=2)  # Python says it once
+        return full
 
     def _record(self, shape: Shape) -> Recording | None:
         """None where there is no room for it. A step that is all padding runs first: it compiles, and shows what memory

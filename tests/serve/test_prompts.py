@@ -100,6 +100,18 @@ def test_what_a_recorded_step_cannot_give_runs_op_by_op(model):
     assert large.graphs(captures=False)._shape(large.parts) is None
 
 
+def test_shapes_that_there_is_no_room_for_are_told(model, monkeypatch):
+    """A step runs op by op, and the first that does so for good says why."""
+    monkeypatch.setattr(prompts_module, "MOST_RECORDED", 1)
+    graphs, (first, second) = Bed(model, [Piece(0, 5)]).graphs(captures=True), (Shape(n, 4, 4, 0) for n in (64, 128))
+    monkeypatch.setattr(graphs, "_record", lambda shape: f"recorded {shape.tokens}")
+    assert [graphs._recording(first) for _ in range(3)] == [None, "recorded 64", "recorded 64"]
+    assert graphs._recording(second) is None
+    with pytest.warns(UserWarning, match="1 shapes of steps with prompts are recorded; steps of others run op by op"):
+        assert graphs._recording(second) is None
+    assert graphs._recording(second) is None and graphs._recording(first) == "recorded 64"
+
+
 # --- on a GPU ---
 
 
